@@ -1,0 +1,231 @@
+"""Block <-> Zarr v3 array: documents, names and the proof of a block. Pure, no I/O.
+
+A block is one array with one chunk: the payload, then its crc32c. The array's document
+binds key, layout and payload to each other. docs/format.md is the normative text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import crc32c
+
+from kvstore.config import Config
+from kvstore.errors import DamagedBlockError, FormatError, InvalidInputError
+from kvstore.layout import Layout
+
+FORMAT = 1
+TRAILER_BYTES = 4
+MAX_DOCUMENT_BYTES = 1 << 20
+"""Longest document that is read; a group's layout record names every layer."""
+
+_ZARR_TYPES: Mapping[str, tuple[str, Any]] = {
+    "bfloat16": ("bfloat16", "NaN"),
+    "float16": ("float16", "NaN"),
+    "float32": ("float32", "NaN"),
+}
+"""Zarr data type and fill value by dtype; all others are stored as `uint8`."""
+
+_UINT8 = ("uint8", 255)
+"""A missing chunk must not read as zeros, and 255 is a NaN in both 8-bit floats."""
+
+_KEY, _CRC = "@key@", "@crc32c@"
+
+
+def checksum(payload: memoryview) -> int:
+    """The payload's crc32c, computed without the GIL."""
+    crc: int = crc32c.crc32c(payload)
+    return crc
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayFormat:
+    """How the blocks of one layout and group are written as Zarr arrays.
+
+    Attributes:
+        layout: the blocks' layout.
+        chunk_name: file name of the only chunk, e.g. `c.0.0.0.0`.
+    """
+
+    layout: Layout
+    group: int
+    chunk_name: str
+    _head: bytes
+    _middle: bytes
+    _tail: bytes
+
+    @classmethod
+    def of(cls, layout: Layout, group: int) -> ArrayFormat:
+        """Prepare the document once: between blocks only key and checksum change."""
+        text = json.dumps(_array_document(layout, group), indent=2).encode()
+        head, rest = text.split(_KEY.encode())
+        middle, tail = rest.split(_CRC.encode())
+        name = ".".join(["c", *("0" for _ in layout.shape)])
+        return cls(layout, group, name, head, middle, tail)
+
+    def document(self, key: bytes, crc: int) -> bytes:
+        """The `zarr.json` of the block `key` whose payload has the checksum `crc`."""
+        return b"".join(
+            (self._head, key.hex().encode(), self._middle, b"%08x" % crc, self._tail)
+        )
+
+    def proved_crc(self, document: bytes, key: bytes, *, place: str) -> int:
+        """The payload's checksum by a block's document, which must be this key's.
+
+        Raises:
+            DamagedBlockError: it is another key's, another layout's or group's, or not a
+                document that this version writes.
+        """
+        prefix = self._head + key.hex().encode() + self._middle
+        digits = document[len(prefix) : len(prefix) + 8]
+        if document.startswith(prefix) and document[len(prefix) + 8 :] == self._tail:
+            return _parse_crc(digits.decode("latin-1"), place)
+        return self._parse(document, key, place)
+
+    def _parse(self, document: bytes, key: bytes, place: str) -> int:
+        """The slow way: another writer may format the same document otherwise."""
+        try:
+            found = parse_document(document, place=place)
+        except FormatError as error:
+            raise DamagedBlockError(place, error.problem) from error
+        expected = _array_document(self.layout, self.group)
+        ours, theirs = _attributes(expected), _attributes(found)
+        crc = _parse_crc(theirs.get("crc32c"), place)
+        ours |= {"key": key.hex(), "crc32c": theirs.get("crc32c")}
+        for name in ours | theirs:
+            _require(place, name, ours.get(name), theirs.get(name))
+        for name in expected.keys() - {"attributes"}:
+            _require(place, name, expected[name], found.get(name))
+        for name in found.keys() - expected.keys():
+            if not _may_ignore(found[name]):
+                _require(place, name, None, found[name])
+        return crc
+
+
+def _array_document(layout: Layout, group: int) -> dict[str, Any]:
+    data_type, fill_value = zarr_type(layout)
+    endian = {"configuration": {"endian": "little"}} if data_type != "uint8" else {}
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(layout.shape),
+        "data_type": data_type,
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": list(layout.shape)},
+        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": fill_value,
+        "codecs": [{"name": "bytes", **endian}, {"name": "crc32c"}],
+        "dimension_names": list(layout.axes),
+        "attributes": {
+            "kvstore": {
+                "format": FORMAT,
+                "key": _KEY,
+                "group": group,
+                "dtype": layout.dtype,
+                "packing": layout.packing,
+                "runner": layout.runner,
+                "kv_cache_layout": layout.kv_cache_layout,
+                "layout": layout.digest,
+                "crc32c": _CRC,
+            }
+        },
+    }
+
+
+def zarr_type(layout: Layout) -> tuple[str, Any]:
+    """The Zarr data type and fill value under which a layout's blocks are stored."""
+    return _UINT8 if layout.opaque else _ZARR_TYPES.get(layout.dtype, _UINT8)
+
+
+def group_document(**attributes: Any) -> bytes:
+    """The `zarr.json` of a group, with `attributes` under `kvstore`."""
+    document = {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": {"kvstore": {"format": FORMAT, **attributes}},
+    }
+    return json.dumps(document, indent=2).encode()
+
+
+def group_attributes(document: bytes, *, place: str) -> dict[str, Any]:
+    """What kvstore recorded in a group's document.
+
+    Raises:
+        FormatError: not a Zarr v3 group, or not of a format that this version reads.
+    """
+    found = parse_document(document, place=place)
+    _require(place, "node_type", "group", found.get("node_type"), error=FormatError)
+    attributes = _attributes(found)
+    _require(place, "kvstore.format", FORMAT, attributes.get("format"), error=FormatError)
+    return attributes
+
+
+def recorded_config(document: bytes, *, place: str) -> Config:
+    """The config that a namespace's document records. Raises `FormatError`."""
+    attributes = group_attributes(document, place=place)
+    try:
+        return Config.from_fields(attributes.get("config"), where="config")
+    except InvalidInputError as error:
+        raise FormatError(place, str(error)) from error
+
+
+def recorded_layout(document: bytes, *, place: str) -> Layout:
+    """The layout that a group's document records. Raises `FormatError`."""
+    attributes = group_attributes(document, place=place)
+    try:
+        return Layout.from_dict(attributes.get("layout"), where="layout")
+    except InvalidInputError as error:
+        raise FormatError(place, str(error)) from error
+
+
+def parse_document(document: bytes, *, place: str) -> dict[str, Any]:
+    """Untrusted bytes to a Zarr v3 document. Raises `FormatError`."""
+    if len(document) > MAX_DOCUMENT_BYTES:
+        raise FormatError(
+            place,
+            f"expected at most {MAX_DOCUMENT_BYTES} bytes of metadata, found more",
+        )
+    try:
+        found = json.loads(document)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(place, f"expected JSON, found {error}") from error
+    if not isinstance(found, dict) or found.get("zarr_format") != 3:
+        raise FormatError(place, "expected a Zarr v3 document, found another")
+    return found
+
+
+def _attributes(document: Mapping[str, Any]) -> dict[str, Any]:
+    attributes = document.get("attributes")
+    ours = attributes.get("kvstore") if isinstance(attributes, dict) else None
+    return dict(ours) if isinstance(ours, dict) else {}
+
+
+def _may_ignore(extension: object) -> bool:
+    """Zarr v3: an unknown field may be ignored only if it says so itself."""
+    return isinstance(extension, dict) and extension.get("must_understand") is False
+
+
+def _parse_crc(digits: object, place: str) -> int:
+    if isinstance(digits, str) and len(digits) == 8:
+        try:
+            return int.from_bytes(bytes.fromhex(digits))
+        except ValueError:
+            pass  # falls through to the one error below
+    raise DamagedBlockError(place, f"crc32c: expected 8 hex digits, found {digits!r}")
+
+
+def _require(
+    place: str,
+    field: str,
+    expected: object,
+    found: object,
+    *,
+    error: type[FormatError] = DamagedBlockError,
+) -> None:
+    if found != expected or type(found) is not type(expected):
+        raise error(place, f"{field}: expected {expected!r}, found {found!r}")

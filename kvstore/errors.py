@@ -1,0 +1,115 @@
+"""Every error that kvstore raises, grouped by what a handler would do about it.
+
+    KVStoreError
+    ├── InvalidInputError (ValueError)         a call or setting is wrong: fix it
+    ├── LayoutMismatchError (ValueError)       other bytes lie there: choose another place
+    ├── FormatError (ValueError)               a document cannot be read by this version
+    │   └── DamagedBlockError                  a block failed its proof: it is as absent
+    ├── UnsupportedVersionError (ImportError)  this vLLM is not one that is tested
+    └── StorageError (OSError)                 storage failed: nothing is known of the data
+        ├── StorageAccessError (PermissionError)
+        └── StorageTimeoutError (TimeoutError)
+
+A missing block is an answer (`False`), never an error. All errors pickle with their
+fields, so that they cross process borders whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class KVStoreError(Exception):
+    """Base of every error raised by kvstore."""
+
+
+class InvalidInputError(KVStoreError, ValueError):
+    """A URL, option, key or buffer that cannot be used as given."""
+
+
+class FormatError(KVStoreError, ValueError):
+    """A stored document is malformed, or of a format that this version cannot read."""
+
+    def __init__(self, place: str, problem: str) -> None:
+        """`place` is the document's path or URL; `problem` says expected and found."""
+        super().__init__(place, problem)
+        self.place = place
+        self.problem = problem
+
+    def __str__(self) -> str:
+        """One line: where, and what."""
+        return f"{self.place}: {self.problem}"
+
+
+class DamagedBlockError(FormatError):
+    """A block is present but its key, layout, length or checksum does not hold.
+
+    Its bytes were not served. The next `store` of the key repairs it.
+    """
+
+
+class UnsupportedVersionError(KVStoreError, ImportError):
+    """The installed vLLM is not one of the releases that kvstore supports."""
+
+
+class StorageError(KVStoreError, OSError):
+    """The storage failed; nothing is known about the data, and nothing was deleted."""
+
+    def __init__(self, place: str, action: str, cause: str) -> None:
+        """`place` is the path or URL without credentials; `cause` the backend's words."""
+        super().__init__(place, action, cause)
+        self.place = place
+        self.action = action
+        self.cause = cause
+
+    def __str__(self) -> str:
+        """One line: what was tried, where, and what the storage said."""
+        return f"cannot {self.action} {self.place}: {self.cause}"
+
+
+class StorageAccessError(StorageError, PermissionError):
+    """The storage refused: check credentials, bucket policy, or file modes."""
+
+
+class StorageTimeoutError(StorageError, TimeoutError):
+    """The storage did not answer in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field in which a stored record and the engine differ."""
+
+    field: str
+    expected: Any
+    found: Any
+
+    def __str__(self) -> str:
+        """`field: expected …, found …`."""
+        return f"{self.field}: expected {self.expected!r}, found {self.found!r}"
+
+
+class LayoutMismatchError(KVStoreError, ValueError):
+    """What is stored at a place was laid out otherwise than this engine lays out KV.
+
+    Attributes:
+        place: URL of the namespace or group that was opened.
+        differences: every field that differs, `expected` being the engine's value and
+            `found` the recorded one.
+    """
+
+    def __init__(self, place: str, differences: tuple[Difference, ...]) -> None:
+        """Keeps the fields, so that the error pickles and a tool can read them."""
+        super().__init__(place, differences)
+        self.place = place
+        self.differences = differences
+
+    def __str__(self) -> str:
+        """The place, every difference on a line of its own, and what to do."""
+        lines = "\n".join(f"  {difference}" for difference in self.differences)
+        return (
+            f"{self.place} was written with another layout:\n{lines}\n"
+            "Serving it would give wrong answers, so it is refused. Use another URL, "
+            'or set "on_mismatch": "isolate" to keep a namespace of its own for this '
+            "layout under the same URL."
+        )

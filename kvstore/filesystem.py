@@ -1,0 +1,304 @@
+"""`Filesystem`: the few storage operations that kvstore needs, over any fsspec URL.
+
+The only user of fsspec. Every error of a backend is translated here; absence is an answer
+(`None`), and nothing but a plain "not found" counts as absence.
+
+Local folders and object stores differ in this file only: in how a block is published, and
+in that a local file is read straight into the caller's buffer. Nothing here lists a
+folder or bucket.
+
+Threads: every method may be called from any thread. A `Filesystem` keeps no state that
+changes, and fsspec's own instances are safe to share between threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fsspec import AbstractFileSystem, get_filesystem_class
+from fsspec.asyn import AsyncFileSystem, sync
+
+from kvstore import local
+from kvstore.errors import (
+    InvalidInputError,
+    StorageAccessError,
+    StorageError,
+    StorageTimeoutError,
+)
+from kvstore.records import refuse_unknown
+from kvstore.urls import parse_url, safe_url
+
+Result = TypeVar("Result")
+Files = Sequence[tuple[str, Sequence[memoryview | bytes]]]
+
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+"""Which extra of this package brings a protocol's client."""
+
+_BASE_OPTIONS = frozenset(
+    ("skip_instance_cache", "use_listings_cache", "listings_expiry_time", "max_paths")
+)
+"""What every fsspec filesystem takes without naming it in its own signature."""
+
+
+class Filesystem:
+    """One root URL. Paths are relative to the root, with `/` between parts.
+
+    Attributes:
+        url: the root in one spelling, without credentials.
+        local: whether the root is a folder of this machine.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        timeout: float = 30.0,
+    ) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            url: any fsspec URL, or a bare local path.
+            storage_options: what the URL's fsspec filesystem takes.
+            timeout: seconds that one request to an object store may take.
+
+        Raises:
+            InvalidInputError: the URL or an option cannot be used.
+            StorageError: the backend refused to be set up.
+        """
+        protocol, root = parse_url(url)
+        cls = _filesystem_class(protocol, safe_url(root))
+        options = _checked_options(cls, storage_options)
+        self.url = safe_url(root)
+        self.local = protocol == "file"
+        self._timeout = timeout
+        self._secrets = tuple(_strings(options))
+        with self._errors("connect to", ""):
+            self._fs: AbstractFileSystem = cls(
+                **{**cls._get_kwargs_from_urls(root), **options}
+            )
+            self._root = str(cls._strip_protocol(root)).rstrip("/")
+        self._folder = Path(self._root)
+
+    def place(self, path: str) -> str:
+        """The URL of `path`, for messages."""
+        return f"{self.url}/{path}" if path else self.url
+
+    def read(self, path: str, limit: int) -> bytes | None:
+        """A small file's first `limit` bytes, in one request; None if it is absent."""
+        if self.local:
+            return self._unless_absent(path, lambda: local.read(self._at(path), limit))
+        return self._fetch(path, limit)
+
+    def read_into(self, path: str, buffers: Sequence[memoryview]) -> int | None:
+        """Fill `buffers` in turn with a file's bytes, in one request.
+
+        Returns:
+            The bytes that the file holds, counted no further than one more than the
+            buffers do; None if it is absent. Unless that is exactly what the buffers
+            hold, their contents are undefined.
+        """
+        if self.local:
+            return self._unless_absent(
+                path, lambda: local.read_into(self._at(path), buffers)
+            )
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        data = self._fetch(path, wanted + 1)
+        if data is None or len(data) != wanted:
+            return None if data is None else len(data)
+        view, start = memoryview(data), 0
+        for buffer in buffers:
+            buffer[:] = view[start : start + buffer.nbytes]
+            start += buffer.nbytes
+        return wanted
+
+    def create(self, path: str, data: bytes) -> None:
+        """Write a small file whole, unless there is one: whoever comes first stays.
+
+        A backend without a conditional write may let the last one stay, so read it again
+        before relying on it.
+        """
+        with self._errors("write", path):
+            if self.local:
+                local.create(self._folder, path, data)
+                return
+            with contextlib.suppress(FileExistsError):
+                self._call("pipe_file", self._at(path), data, mode="create")
+
+    def publish(self, path: str, files: Files, *, replace: bool) -> None:
+        """Make a block visible, whole or not at all.
+
+        Local: its folder is built under a temporary name, then renamed. Object store: one
+        PUT for each file in the given order, the last being the commit mark. Two writers
+        of one path both succeed.
+
+        Args:
+            path: the block's folder.
+            files: name and parts of each file; the document that commits the block last.
+            replace: put this block in the place of a damaged one. Otherwise a local block
+                that is already there stays.
+        """
+        with self._errors("write", path):
+            if self.local:
+                local.publish(self._folder, path, files, replace=replace)
+                return
+            for name, parts in files:
+                self._call("pipe_file", f"{self._at(path)}/{name}", b"".join(parts))
+
+    def delete(self, path: str, names: Sequence[str]) -> bool:
+        """Remove a block; its commit mark, the last of `names`, goes first.
+
+        Returns:
+            Whether it was there.
+        """
+        with self._errors("delete", path):
+            if self.local:
+                return local.discard(self._folder, path)
+            marks = [self._remove(f"{path}/{name}") for name in reversed(names)]
+        return marks[0]
+
+    def probe(self) -> None:
+        """Prove that the root can be written, read and deleted from, or raise.
+
+        A local root that does not exist is made.
+        """
+        with self._errors("write below", ""):
+            if self.local:
+                local.probe(self._folder)
+                return
+            path = f"{local.TEMPORARY}/{secrets.token_hex(8)}"
+            self._call("pipe_file", self._at(path), b"kvstore")
+            found = self._fetch(path, 16)
+            self._remove(path)
+        if found != b"kvstore":
+            raise StorageError(self.url, "read back from", f"found {found!r}")
+
+    # ---- calling the backend
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+    def _fetch(self, path: str, limit: int) -> bytes | None:
+        """One request: the first `limit` bytes."""
+        data: bytes | None = self._unless_absent(
+            path, lambda: self._call("cat_file", self._at(path), start=0, end=limit)
+        )
+        return data
+
+    def _remove(self, path: str) -> bool:
+        try:
+            self._call("rm_file", self._at(path))
+        except _ABSENT:
+            return False
+        return True
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """One fsspec operation on exactly one object: no `*` is a glob here."""
+        if isinstance(self._fs, AsyncFileSystem):
+            return sync(
+                self._fs.loop,
+                getattr(self._fs, f"_{method}"),
+                *arguments,
+                timeout=self._timeout,
+                **options,
+            )
+        return getattr(self._fs, method)(*arguments, **options)
+
+    def _unless_absent(self, path: str, read: Callable[[], Result]) -> Result | None:
+        with self._errors("read", path):
+            try:
+                return read()
+            except _ABSENT:
+                return None
+
+    @contextlib.contextmanager
+    def _errors(self, action: str, path: str) -> Iterator[None]:
+        """Translate a backend's error into ours, most specific first.
+
+        Backends raise far more than `OSError` (botocore, aiohttp and gcsfs each have
+        their own), so whatever else it is, it is an error of storage, never an absence.
+        """
+        try:
+            yield
+        except StorageError:
+            raise
+        except Exception as error:
+            kind = StorageError
+            if isinstance(error, PermissionError):
+                kind = StorageAccessError
+            elif isinstance(error, TimeoutError):
+                kind = StorageTimeoutError
+            raise kind(self.place(path), action, self._cause(error)) from error
+
+    def _cause(self, error: Exception) -> str:
+        cause = str(error) or "no answer in time"
+        if not isinstance(error, OSError):
+            cause = f"{type(error).__name__}: {cause}"
+        for secret in self._secrets:
+            cause = cause.replace(secret, "***")
+        return cause
+
+
+def _filesystem_class(protocol: str, shown: str) -> type[AbstractFileSystem]:
+    try:
+        cls: type[AbstractFileSystem] = get_filesystem_class(protocol)
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        hint = f"pip install 'kvstore-zarr[{extra}]'" if extra else str(error)
+        raise InvalidInputError(
+            f"url: no package for {protocol}:// is installed, found {shown!r}: {hint}"
+        ) from error
+    except ValueError as error:
+        raise InvalidInputError(
+            f"url: expected a protocol that fsspec knows (file, memory, s3, gs, …), "
+            f"found {shown!r}"
+        ) from error
+    return cls
+
+
+def _checked_options(
+    cls: type[AbstractFileSystem], options: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """`options`, if `cls` takes every one of them by name.
+
+    fsspec classes swallow what they do not know, so that a misspelt endpoint would send
+    the blocks elsewhere.
+    """
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise InvalidInputError(
+            f"storage_options: expected an object, found {type(options).__name__}"
+        )
+    known = set(_BASE_OPTIONS)
+    for base in cls.__mro__[:-1]:
+        for parameter in inspect.signature(
+            vars(base).get("__init__", object.__init__)
+        ).parameters.values():
+            if parameter.kind in (
+                parameter.POSITIONAL_OR_KEYWORD,
+                parameter.KEYWORD_ONLY,
+            ):
+                known.add(parameter.name)
+    refuse_unknown(options, known - {"self"}, where="storage_options")
+    return dict(options)
+
+
+def _strings(options: object) -> Iterator[str]:
+    """Every string in nested `storage_options` that could be a secret."""
+    if isinstance(options, str) and len(options) > 3 and "://" not in options:
+        yield options
+    elif isinstance(options, Mapping):
+        for value in options.values():
+            yield from _strings(value)
+    elif isinstance(options, list | tuple):
+        for value in options:
+            yield from _strings(value)

@@ -1,0 +1,107 @@
+"""`Record`: frozen values that go to JSON and come back, parsed strictly.
+
+Stored JSON is untrusted. A record is built from it only if every field is there, none is
+unknown, and each has exactly its declared type (`True` is not an integer).
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Any, Self, Union, cast, get_args, get_origin, get_type_hints
+
+from kvstore.errors import InvalidInputError
+
+
+class Record:
+    """Base of the frozen dataclasses that are written to, and read from, JSON."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary with every field; tuples become lists."""
+        return {f.name: _to_json(getattr(self, f.name)) for f in _fields(type(self))}
+
+    @classmethod
+    def from_dict(cls, data: object, *, where: str) -> Self:
+        """The inverse of `to_dict`. A field that has a default may be absent.
+
+        Args:
+            data: parsed JSON.
+            where: what `data` is, for error messages.
+
+        Raises:
+            InvalidInputError: a field is missing, unknown, or of another type.
+        """
+        if not isinstance(data, Mapping):
+            raise InvalidInputError(f"{where}: expected an object, found {data!r}")
+        known = {f.name: f for f in _fields(cls)}
+        refuse_unknown(data, known, where=where)
+        values = {}
+        for name, kind in _kinds(cast(Hashable, cls)).items():
+            if name in data:
+                values[name] = _from_json(data[name], kind, f"{where}.{name}")
+            elif known[name].default is MISSING:
+                raise InvalidInputError(f"{where}.{name}: expected a value, found none")
+        return cls(**values)
+
+
+def refuse_unknown(data: Iterable[object], known: Iterable[str], *, where: str) -> None:
+    """Raise `InvalidInputError` for the first name in `data` that is not in `known`."""
+    names = sorted(known)
+    for name in data:
+        if name in names:
+            continue
+        close = difflib.get_close_matches(str(name), names, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise InvalidInputError(
+            f"{where}: unknown option {name!r}.{hint} Known: {', '.join(names)}."
+        )
+
+
+def _fields(cls: type) -> tuple[Any, ...]:
+    assert is_dataclass(cls)
+    return fields(cls)
+
+
+@cache
+def _kinds(cls: Hashable) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return [_to_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _to_json(item) for key, item in value.items()}
+    return value
+
+
+def _from_json(value: Any, kind: Any, where: str) -> Any:
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in get_args(kind):
+            return None
+        (kind,) = (arg for arg in get_args(kind) if arg is not type(None))
+        return _from_json(value, kind, where)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise InvalidInputError(f"{where}: expected a list, found {value!r}")
+        item = get_args(kind)[0]
+        return tuple(_from_json(v, item, f"{where}[{i}]") for i, v in enumerate(value))
+    if isinstance(kind, type) and issubclass(kind, Record):
+        return kind.from_dict(value, where=where)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise InvalidInputError(f"{where}: expected an object, found {value!r}")
+        return value
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise InvalidInputError(f"{where}: expected {kind.__name__}, found {value!r}")
+    return value

@@ -1,0 +1,71 @@
+"""A root URL -> protocol and one spelling of the root. Pure strings, no I/O.
+
+A URL may come from a file that anybody wrote, and an error may end in a log that anybody
+reads: so what cannot be meant is refused here, and no message repeats a credential.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from kvstore.errors import InvalidInputError
+
+_USERINFO = re.compile(r"//[^/@]*@")
+_LOCAL = ("file", "local")
+_BUCKETS = ("s3", "s3a", "gs", "gcs")
+
+
+def safe_url(url: str) -> str:
+    """`url` without user, password and query, for messages and logs."""
+    return _USERINFO.sub("//***@", url.split("?", 1)[0])
+
+
+def parse_url(url: str | os.PathLike[str]) -> tuple[str, str]:
+    """The protocol of a URL or bare path, and the root's URL in one spelling.
+
+    Raises:
+        InvalidInputError: not a URL whose folder can be a root.
+    """
+    text = os.fspath(url)
+    if not text.strip():
+        raise InvalidInputError(f"url: expected a URL or path, found {text!r}")
+    shown = safe_url(text)
+    if any(ord(character) < 32 for character in text):
+        raise InvalidInputError(f"url: control characters in {shown!r}")
+    if "::" in text:
+        raise InvalidInputError(
+            f"url: chained URLs are not supported, found {shown!r}: a cache or archive "
+            "in between could serve what was never published. Give the last URL alone."
+        )
+    protocol, separator, path = text.partition("://")
+    if not separator:
+        return "file", "file://" + _local_root(text, shown)
+    protocol = protocol.lower()
+    if protocol in _LOCAL:
+        if not path.startswith("/"):
+            raise InvalidInputError(
+                f"url: expected an absolute path (file:///folder), found {shown!r}"
+            )
+        return "file", "file://" + _local_root(path, shown)
+    if "?" in path or "#" in path:
+        raise InvalidInputError(
+            f"url: expected no query or fragment, found {shown!r}. "
+            "Settings belong in storage_options."
+        )
+    parts = [part for part in path.split("/") if part]
+    if protocol in _BUCKETS and (not parts or "@" in parts[0]):
+        raise InvalidInputError(
+            f"url: expected a bucket ({protocol}://bucket/folder), found {shown!r}. "
+            "Credentials belong in storage_options or the environment."
+        )
+    if {".", ".."} & set(parts):
+        raise InvalidInputError(f"url: expected no '.' or '..' in {shown!r}")
+    return protocol, f"{protocol}://" + "/".join(parts)
+
+
+def _local_root(path: str, shown: str) -> str:
+    root = os.path.abspath(os.path.expanduser(path))
+    if root == os.path.sep:
+        raise InvalidInputError(f"url: expected a folder below /, found {shown!r}")
+    return root

@@ -1,0 +1,305 @@
+"""`KVStoreTier`: a `BlockStore` as a secondary tier of vLLM's offloading.
+
+vLLM calls it under its manager's lock and expects every call to return at once; here a
+key becomes a path, a chunk id a row of the primary tier, and an outcome a `JobResult`.
+What vLLM calls a chunk is a block in all other modules.
+
+Locking: vLLM never enters two calls at once. Transfers run on the `JobRunner`'s threads
+and probes on the lookup thread; both touch nothing of the tier but its stores, which are
+safe for threads and fixed once `_open` has run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import (
+    JobResult,
+    SecondaryTierManager,
+    TransferJob,
+)
+
+from kvstore.config import Config
+from kvstore.errors import DamagedBlockError, InvalidInputError, StorageError
+from kvstore.jobs import Job, JobRunner, Operation, Outcome
+from kvstore.layout import Layout, canonical_kv_cache_layout
+from kvstore.rows import logical_dtype, named_layout
+from kvstore.store import BlockStore
+from kvstore.vllm.identity import offloading_identity
+from kvstore.vllm.options import TierOptions
+from kvstore.vllm.versions import require_supported
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.config import OffloadingConfig
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+logger = logging.getLogger(__name__)
+
+
+class KVStoreTier(SecondaryTierManager):
+    """A tier that knows its blocks only by vLLM's names and numbers.
+
+    For `secondary_tiers`, beside other tiers. `KVStoreConnector` knows more, and makes a
+    tier that takes the layout from the engine's own tensors.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **options: Any,
+    ) -> None:
+        """Open the namespace, or stop the engine with one clear error.
+
+        Args:
+            offloading_spec: vLLM's offloading spec.
+            primary_kv_view: the primary tier's rows, shape (chunks, row bytes).
+            tier_type: the name in the configuration, for messages.
+            backpressure_detector: vLLM's, handed through.
+            options: the fields of `TierOptions`, checked one by one.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        require_supported()
+        self.options = TierOptions.parse(options, where=tier_type)
+        if self.options.locality is not None:
+            self.locality = Locality(self.options.locality)
+        self._rows = np.asarray(primary_kv_view)
+        self._stores: dict[int, BlockStore] = {}
+        self._row_bytes = row_bytes(offloading_spec.config)
+        if not 0 < self._row_bytes <= self.block_size_bytes:
+            raise InvalidInputError(
+                f"{tier_type}: expected rows of {self._row_bytes} bytes, found "
+                f"{self.block_size_bytes} in the primary tier"
+            )
+        self._open_stores()
+        self._jobs = JobRunner(
+            self._transfer,
+            threads=self.options.threads,
+            deadline=self.options.io_timeout,
+            name=f"kvstore-{tier_type}",
+        )
+        self._lookups = _Lookups(self._contains, self.options.threads, tier_type)
+
+    def _open_stores(self) -> None:
+        offloading = self._offloading_spec.config
+        layout = bare_layout(offloading, self._row_bytes, self.options)
+        self.open(offloading_identity(offloading, layout), layout)
+
+    def open(
+        self,
+        config: Config,
+        layout: Layout,
+        provenance: Mapping[str, str] | None = None,
+    ) -> None:
+        """Open one store for each KV group; nothing is served before.
+
+        Raises:
+            KVStoreError: the URL cannot be used, or another layout is recorded there.
+        """
+        options = self.options
+        self._stores = {
+            group.group_id: BlockStore.open(
+                options.url,
+                config,
+                layout,
+                group=group.group_id,
+                storage_options=options.storage_options,
+                verify=options.verify,  # type: ignore[arg-type]  # checked by TierOptions
+                on_mismatch=options.on_mismatch,  # type: ignore[arg-type]  # likewise
+                timeout=options.io_timeout,
+                provenance={
+                    "engine": f"vllm {require_supported()}",
+                    **(provenance or {}),
+                },
+            )
+            for group in self._offloading_spec.config.groups
+        }
+
+    # ---- vLLM's calls
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """HIT or MISS once a probe has told, RETRY until then."""
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Queue the storing of rows. Keys that are there already succeed unwritten."""
+        self._submit("store", job_metadata)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Queue the filling of rows."""
+        self._submit("load", job_metadata)
+
+    def _submit(self, operation: Operation, transfer: TransferJob) -> None:
+        slots = [int(chunk_id) for chunk_id in transfer.chunk_ids]
+        self._jobs.submit(
+            Job(transfer.job_id, operation, tuple(transfer.keys), tuple(slots))
+        )
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """What ended since the last call. A key that failed to load becomes a miss, or
+        its request would ask for it for ever.
+        """
+        return [self._result(outcome) for outcome in self._jobs.finished()]
+
+    def _result(self, outcome: Outcome) -> JobResult:
+        job = outcome.job
+        if job.operation == "load" and not outcome.success:
+            failed = set(job.keys) - set(outcome.succeeded)
+            self._lookups.mark_miss([OffloadKey(key) for key in failed])
+        return JobResult(
+            job_id=job.job_id,
+            success=outcome.success,
+            successful_keys=tuple(OffloadKey(key) for key in outcome.succeeded) or None,
+            transfer_time=outcome.seconds,
+            transfer_bytes=len(outcome.succeeded) * self._row_bytes,
+        )
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """No preference."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget the request's verdicts."""
+        self._lookups.cleanup(req_context.req_id)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Send the step's probes."""
+        self._lookups.flush()
+
+    def drain_jobs(self) -> None:
+        """Block until no transfer touches the primary tier."""
+        self._jobs.drain()
+
+    def shutdown(self) -> None:
+        """End all threads, and let go of the primary tier's memory.
+
+        What waits is given up, what runs is waited for.
+        """
+        self._lookups.shutdown()
+        self._jobs.shutdown()
+        del self._rows, self._primary_kv_view
+
+    # ---- worker threads
+
+    def _contains(self, key: bytes) -> bool:
+        store = self._stores.get(get_offload_group_idx(OffloadKey(key)))
+        if store is None:
+            return False
+        try:
+            return store.contains(key)
+        except StorageError as error:
+            logger.warning("lookup failed, taken as a miss for this request: %s", error)
+            return False
+
+    def _transfer(self, operation: Operation, key: bytes, slot: int) -> bool:
+        """One key of a job. Failures are told in the log and to vLLM, never raised."""
+        store = self._stores.get(get_offload_group_idx(OffloadKey(key)))
+        if store is None or not 0 <= slot < len(self._rows):
+            logger.warning("%s refused: no group or row for slot %d", operation, slot)
+            return False
+        row = self._rows[slot, : self._row_bytes]
+        try:
+            if operation == "load":
+                return store.load(key, row)
+            store.store(key, row)
+        except DamagedBlockError:
+            return False  # the store has told the log
+        except StorageError as error:
+            logger.warning("%s failed: %s", operation, error)
+            return False
+        return True
+
+
+class _Lookups(AsyncLookupManager):
+    """vLLM's asynchronous lookups over `BlockStore.contains`."""
+
+    def __init__(self, contains: Any, threads: int, tier_type: str) -> None:
+        self._contains = contains
+        self._probes = ThreadPoolExecutor(threads, f"kvstore-lookup-{tier_type}")
+        super().__init__(tier_type)
+
+    def batch_lookup(
+        self, keys: list[OffloadKey], req_context: ReqContext
+    ) -> Iterable[bool]:
+        """Whether each key is there. Called from the lookup thread."""
+        return list(self._probes.map(self._contains, keys))
+
+    def shutdown(self) -> None:
+        """End the lookup thread, then the probes."""
+        super().shutdown()
+        self._probes.shutdown(cancel_futures=True)
+
+
+def row_bytes(offloading: OffloadingConfig) -> int:
+    """Bytes of a row that hold KV: vLLM rounds a row up to a page, and pads the rest."""
+    copies = 1 if offloading.replicated_layout else offloading.parallel.world_size
+    worker: int = offloading.worker_kv_bytes_per_block
+    return worker * int(offloading.cache.blocks_per_chunk) * copies
+
+
+def bare_layout(offloading: OffloadingConfig, nbytes: int, options: TierOptions) -> Layout:
+    """The layout of a row as far as names and numbers tell: axes if the heads multiply
+    out, else bytes; packing, backend and runner unknown.
+
+    Raises:
+        InvalidInputError: heads were given and do not multiply out.
+    """
+    names = tuple(name for group in offloading.groups for name in group.layer_names)
+    dtype = logical_dtype(offloading.model.dtype, offloading.model.dtype)
+    name = offloading.kv_cache_layout
+    resolved = None if name is None else canonical_kv_cache_layout(name)
+    given = (options.kv_heads, options.head_size)
+    if given == (None, None) or resolved is None:
+        return Layout.of_bytes(
+            nbytes,
+            dtype=dtype,
+            reason="kv_heads and head_size are not set, and the tier cannot see them",
+            kv_cache_layout=resolved,
+            layer_names=names,
+            tokens_per_block=offloading.groups[0].tokens_per_block,
+            page_bytes=offloading.worker_kv_bytes_per_block // max(1, len(names)),
+        )
+    if None in given or len(offloading.groups) != 1 or offloading.canonical_layout:
+        raise InvalidInputError(
+            "kv_heads, head_size: expected both, for one KV group in vLLM's direct "
+            f"layout, found {given} for {len(offloading.groups)} groups"
+        )
+    copies = 1 if offloading.replicated_layout else offloading.parallel.world_size
+    layout = named_layout(
+        resolved,
+        nbytes=nbytes // copies,
+        layer_names=names,
+        blocks=offloading.cache.blocks_per_chunk,
+        kv_heads=options.kv_heads or 0,
+        head_size=options.head_size or 0,
+        tokens=offloading.groups[0].tokens_per_block,
+        dtype=dtype,
+    )
+    return layout.with_workers(
+        copies,
+        heads_sharded=offloading.parallel.is_parallelism_agnostic
+        and offloading.parallel.world_size == offloading.parallel.tp_size,
+    )
