@@ -58,14 +58,15 @@ class StorageError(KVStoreError, OSError):
 
     def __init__(self, place: str, action: str, cause: str) -> None:
         """`place` is the path or URL without credentials; `cause` the backend's words."""
-        super().__init__(place, action, cause)
+        # One argument: OSError would take three for errno, text and file name.
+        super().__init__(f"cannot {action} {place}: {cause}")
         self.place = place
         self.action = action
         self.cause = cause
 
-    def __str__(self) -> str:
-        """One line: what was tried, where, and what the storage said."""
-        return f"cannot {self.action} {self.place}: {self.cause}"
+    def __reduce__(self) -> tuple[type[StorageError], tuple[str, str, str]]:
+        """Pickles with its fields."""
+        return type(self), (self.place, self.action, self.cause)
 
 
 class StorageAccessError(StorageError, PermissionError):

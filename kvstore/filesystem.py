@@ -14,7 +14,9 @@ changes, and fsspec's own instances are safe to share between threads.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,13 +33,18 @@ from kvstore.errors import (
     StorageError,
     StorageTimeoutError,
 )
-from kvstore.records import refuse_unknown
 from kvstore.urls import parse_url, safe_url
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Files = Sequence[tuple[str, Sequence[memoryview | bytes]]]
 
 _ABSENT = (FileNotFoundError, NotADirectoryError)
+
+_RANGE_NOT_SATISFIABLE = 416
+_SOMEBODY_WAS_FIRST = (409, 412)
+"""What servers answer to a conditional write that comes second, or at the same time."""
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Which extra of this package brings a protocol's client."""
@@ -130,8 +137,13 @@ class Filesystem:
             if self.local:
                 local.create(self._folder, path, data)
                 return
-            with contextlib.suppress(FileExistsError):
+            try:
                 self._call("pipe_file", self._at(path), data, mode="create")
+            except FileExistsError:
+                return
+            except Exception as error:
+                if _http_status(error) not in _SOMEBODY_WAS_FIRST:
+                    raise
 
     def publish(self, path: str, files: Files, *, replace: bool) -> None:
         """Make a block visible, whole or not at all.
@@ -153,17 +165,14 @@ class Filesystem:
             for name, parts in files:
                 self._call("pipe_file", f"{self._at(path)}/{name}", b"".join(parts))
 
-    def delete(self, path: str, names: Sequence[str]) -> bool:
-        """Remove a block; its commit mark, the last of `names`, goes first.
-
-        Returns:
-            Whether it was there.
-        """
+    def delete(self, path: str, names: Sequence[str]) -> None:
+        """Remove a block, if it is there; its commit mark, the last name, goes first."""
         with self._errors("delete", path):
             if self.local:
-                return local.discard(self._folder, path)
-            marks = [self._remove(f"{path}/{name}") for name in reversed(names)]
-        return marks[0]
+                local.discard(self._folder, path)
+                return
+            for name in reversed(names):
+                self._remove(f"{path}/{name}")
 
     def probe(self) -> None:
         """Prove that the root can be written, read and deleted from, or raise.
@@ -188,17 +197,21 @@ class Filesystem:
 
     def _fetch(self, path: str, limit: int) -> bytes | None:
         """One request: the first `limit` bytes."""
-        data: bytes | None = self._unless_absent(
-            path, lambda: self._call("cat_file", self._at(path), start=0, end=limit)
-        )
-        return data
 
-    def _remove(self, path: str) -> bool:
-        try:
+        def fetch() -> bytes:
+            try:
+                data: bytes = self._call("cat_file", self._at(path), start=0, end=limit)
+            except Exception as error:
+                if _http_status(error) == _RANGE_NOT_SATISFIABLE:
+                    return b""  # an object without bytes has no first byte
+                raise
+            return data
+
+        return self._unless_absent(path, fetch)
+
+    def _remove(self, path: str) -> None:
+        with contextlib.suppress(*_ABSENT):
             self._call("rm_file", self._at(path))
-        except _ABSENT:
-            return False
-        return True
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """One fsspec operation on exactly one object: no `*` is a glob here."""
@@ -247,6 +260,20 @@ class Filesystem:
         return cause
 
 
+def _http_status(error: BaseException | None) -> int | None:
+    """The server's status below a backend's error, if it answered at all."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, Mapping):  # botocore's, below s3fs's
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        else:  # gcsfs's
+            status = getattr(error, "code", None)
+        if isinstance(status, int):
+            return status
+        error = error.__cause__
+    return None
+
+
 def _filesystem_class(protocol: str, shown: str) -> type[AbstractFileSystem]:
     try:
         cls: type[AbstractFileSystem] = get_filesystem_class(protocol)
@@ -267,10 +294,11 @@ def _filesystem_class(protocol: str, shown: str) -> type[AbstractFileSystem]:
 def _checked_options(
     cls: type[AbstractFileSystem], options: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """`options`, if `cls` takes every one of them by name.
+    """`options`, unless one looks like a misspelling of what `cls` takes.
 
     fsspec classes swallow what they do not know, so that a misspelt endpoint would send
-    the blocks elsewhere.
+    the blocks elsewhere. Some also take options that their signatures do not name, so
+    what resembles nothing is passed on, and said in the log.
     """
     if options is None:
         return {}
@@ -288,7 +316,12 @@ def _checked_options(
                 parameter.KEYWORD_ONLY,
             ):
                 known.add(parameter.name)
-    refuse_unknown(options, known - {"self"}, where="storage_options")
+    for name in options.keys() - known:
+        if close := difflib.get_close_matches(str(name), known, n=1, cutoff=0.8):
+            raise InvalidInputError(
+                f"storage_options: unknown option {name!r}. Did you mean {close[0]!r}?"
+            )
+        logger.warning("storage_options: %s does not name %r", cls.__name__, name)
     return dict(options)
 
 

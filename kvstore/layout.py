@@ -81,7 +81,8 @@ class Layout(Record):
         kv_cache_layout: vLLM's name for the order, e.g. `LBHNC`.
         layer_names: the engine's layer names in the order of the `layer` axis.
         tokens_per_block: tokens that one engine block holds.
-        page_bytes: bytes of one layer's page in one engine block on one worker.
+        page_bytes: bytes of one layer's page in one engine block; on one worker, unless
+            the workers' heads are joined.
         reason: why the block is opaque (`byte`). Told to people, never compared.
     """
 
@@ -253,7 +254,9 @@ class Layout(Record):
         if self.opaque:
             return replace(self, shape=(self.shape[0] * workers,))
         if heads_sharded and self.axes[0] == "head":
-            return replace(self, shape=(self.shape[0] * workers, *self.shape[1:]))
+            page_bytes = None if self.page_bytes is None else self.page_bytes * workers
+            shape = (self.shape[0] * workers, *self.shape[1:])
+            return replace(self, shape=shape, page_bytes=page_bytes)
         return replace(self, axes=("worker", *self.axes), shape=(workers, *self.shape))
 
 

@@ -8,6 +8,7 @@ depend on the final name.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -105,19 +106,12 @@ def publish(
             raise
 
 
-def discard(root: Path, path: str) -> bool:
-    """Take a folder away in one step, then remove it at leisure.
-
-    Returns:
-        Whether it was there.
-    """
+def discard(root: Path, path: str) -> None:
+    """Take a folder away in one step, if it is there; then remove it at leisure."""
     trash = _scratch(root, folder=False)
-    try:
+    with contextlib.suppress(FileNotFoundError):
         os.rename(root / path, trash)
-    except FileNotFoundError:
-        return False
-    shutil.rmtree(trash, ignore_errors=True)
-    return True
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def probe(root: Path) -> None:

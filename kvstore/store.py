@@ -214,11 +214,11 @@ class BlockStore:
         self._memory.note_stored(key, repaired=replace)
         return True
 
-    def delete(self, key: bytes) -> bool:
-        """Remove the block. Returns whether it was there."""
+    def delete(self, key: bytes) -> None:
+        """Remove the block, if it is there."""
         self._memory.forget(key)
         names = (self._format.chunk_name, DOCUMENT)
-        return self._filesystem.delete(self._block(key), names)
+        self._filesystem.delete(self._block(key), names)
 
     def block_url(self, key: bytes) -> str:
         """The URL of the block's Zarr array."""

@@ -84,7 +84,7 @@ class KVStoreTier(SecondaryTierManager):
         if self.options.locality is not None:
             self.locality = Locality(self.options.locality)
         self._rows = np.asarray(primary_kv_view)
-        self._stores: dict[int, BlockStore] = {}
+        self.stores: dict[int, BlockStore] = {}
         self._row_bytes = row_bytes(offloading_spec.config)
         if not 0 < self._row_bytes <= self.block_size_bytes:
             raise InvalidInputError(
@@ -117,7 +117,7 @@ class KVStoreTier(SecondaryTierManager):
             KVStoreError: the URL cannot be used, or another layout is recorded there.
         """
         options = self.options
-        self._stores = {
+        self.stores = {
             group.group_id: BlockStore.open(
                 options.url,
                 config,
@@ -205,7 +205,7 @@ class KVStoreTier(SecondaryTierManager):
     # ---- worker threads
 
     def _contains(self, key: bytes) -> bool:
-        store = self._stores.get(get_offload_group_idx(OffloadKey(key)))
+        store = self.stores.get(get_offload_group_idx(OffloadKey(key)))
         if store is None:
             return False
         try:
@@ -216,7 +216,7 @@ class KVStoreTier(SecondaryTierManager):
 
     def _transfer(self, operation: Operation, key: bytes, slot: int) -> bool:
         """One key of a job. Failures are told in the log and to vLLM, never raised."""
-        store = self._stores.get(get_offload_group_idx(OffloadKey(key)))
+        store = self.stores.get(get_offload_group_idx(OffloadKey(key)))
         if store is None or not 0 <= slot < len(self._rows):
             logger.warning("%s refused: no group or row for slot %d", operation, slot)
             return False

@@ -1,0 +1,319 @@
+"""A conformance suite for any fsspec URL: does a backend keep what kvstore relies on?
+
+Subclass `BlockStoreTests` in a pytest module and give it a fixture `root` that yields a
+fresh, empty `Root`. Nothing in the suite asks the store under test what lies in storage:
+it looks, and damages, through fsspec itself.
+
+    class TestMyBackend(BlockStoreTests):
+        @pytest.fixture
+        def root(self) -> Root:
+            return Root("myproto://bucket/fresh", {"option": 1})
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from fsspec.core import url_to_fs
+
+from kvstore.config import Config, Group
+from kvstore.errors import DamagedBlockError, LayoutMismatchError
+from kvstore.layout import Layout
+from kvstore.store import BlockStore
+
+LAYERS = tuple(f"model.layers.{i}.self_attn.attn" for i in range(2))
+
+
+def sample_config(**changes: Any) -> Config:
+    """A small engine's config."""
+    groups = (Group(tokens_per_block=16, layer_names=LAYERS),)
+    config = Config(
+        model_name="org/model", dtype="float16", tokens_per_hash=16, kv_cache_groups=groups
+    )
+    return replace(config, **changes)
+
+
+def sample_layout(**changes: Any) -> Layout:
+    """The same engine's layout: 2 layers × 3 heads × 16 tokens × 8 values."""
+    layout = Layout(
+        axes=("layer", "head", "token", "value"),
+        shape=(2, 3, 16, 8),
+        dtype="float16",
+        packing="token-kv",
+        backend="FLASH_ATTN",
+        runner="v2",
+        kv_cache_layout="LBHNC",
+        layer_names=LAYERS,
+        tokens_per_block=16,
+        page_bytes=3 * 16 * 8 * 2,
+    )
+    return replace(layout, **changes)
+
+
+def sample_block(layout: Layout, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A block of bytes, all of which matter."""
+    return np.random.default_rng(seed).integers(0, 256, layout.nbytes, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """An empty place to test in."""
+
+    url: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def open(self, layout: Layout | None = None, **options: Any) -> BlockStore:
+        """A store below the root."""
+        config = options.pop("config", None) or sample_config()
+        return BlockStore.open(
+            self.url,
+            config,
+            layout or sample_layout(),
+            storage_options=self.storage_options,
+            **options,
+        )
+
+    def read(self, url: str) -> bytes:
+        """What storage holds at `url`, asked without kvstore."""
+        filesystem, path = self._fs(url)
+        data: bytes = filesystem.cat_file(path)
+        return data
+
+    def write(self, url: str, data: bytes) -> None:
+        """Put `data` at `url`, behind kvstore's back."""
+        filesystem, path = self._fs(url)
+        filesystem.pipe_file(path, data)
+
+    def remove(self, url: str) -> None:
+        """Remove what lies at `url`, behind kvstore's back."""
+        filesystem, path = self._fs(url)
+        filesystem.rm_file(path)
+
+    def files(self) -> list[str]:
+        """Every file below the root."""
+        filesystem, path = self._fs(self.url)
+        filesystem.invalidate_cache()
+        found: list[str] = filesystem.find(path)
+        return found
+
+    def _fs(self, url: str) -> tuple[Any, str]:
+        filesystem, path = url_to_fs(url, **self.storage_options)
+        return filesystem, path
+
+
+class BlockStoreTests:
+    """What every backend must do. Needs a fixture `root`."""
+
+    KEY = bytes(range(36))
+
+    @pytest.fixture
+    def root(self) -> Root:
+        """A fresh, empty root; every subclass has its own."""
+        raise NotImplementedError
+
+    def chunk_url(self, store: BlockStore, key: bytes) -> str:
+        """The URL of a block's chunk."""
+        return f"{store.block_url(key)}/" + ".".join("c" + "0" * len(store.layout.axes))
+
+    def document_url(self, store: BlockStore, key: bytes) -> str:
+        """The URL of a block's document."""
+        return f"{store.block_url(key)}/zarr.json"
+
+    def test_stores_and_loads_bit_exact(self, root: Root) -> None:
+        store = root.open()
+        block = sample_block(store.layout)
+        assert not store.contains(self.KEY)
+        assert not store.load(self.KEY, bytearray(store.layout.nbytes))
+        assert store.store(self.KEY, block)
+        again = root.open()
+        loaded = np.zeros_like(block)
+        assert again.contains(self.KEY)
+        assert again.load(self.KEY, loaded)
+        assert loaded.tobytes() == block.tobytes()
+        assert root.read(self.chunk_url(store, self.KEY))[:-4] == block.tobytes()
+
+    def test_load_needs_no_contains(self, root: Root) -> None:
+        store = root.open()
+        block = sample_block(store.layout)
+        store.store(self.KEY, block)
+        for verify in ("full", "payload"):
+            loaded = bytearray(store.layout.nbytes)
+            assert root.open(verify=verify).load(self.KEY, loaded)
+            assert bytes(loaded) == block.tobytes()
+
+    def test_healthy_block_is_not_written_again(self, root: Root) -> None:
+        store = root.open()
+        first, second = sample_block(store.layout, 1), sample_block(store.layout, 2)
+        assert store.store(self.KEY, first)
+        assert not store.store(self.KEY, second)
+        assert root.read(self.chunk_url(store, self.KEY))[:-4] == first.tobytes()
+
+    def test_delete(self, root: Root) -> None:
+        store = root.open()
+        store.store(self.KEY, sample_block(store.layout))
+        store.delete(self.KEY)
+        assert not store.contains(self.KEY)
+        assert not store.load(self.KEY, bytearray(store.layout.nbytes))
+        store.delete(self.KEY)
+        assert not any(self.KEY.hex() in name for name in root.files())
+        assert store.store(self.KEY, sample_block(store.layout))
+
+    @pytest.mark.parametrize(
+        "offset", [0, 777, -5, -1], ids=["first", "mid", "last", "crc"]
+    )
+    @pytest.mark.parametrize("verify", ["full", "payload"])
+    def test_flipped_bit_is_not_served_and_repaired(
+        self, root: Root, offset: int, verify: str
+    ) -> None:
+        store = root.open(verify=verify)
+        block = sample_block(store.layout)
+        store.store(self.KEY, block)
+        url = self.chunk_url(store, self.KEY)
+        damaged = bytearray(root.read(url))
+        damaged[offset] ^= 1
+        root.write(url, bytes(damaged))
+        with pytest.raises(DamagedBlockError, match="crc32c"):
+            store.load(self.KEY, bytearray(store.layout.nbytes))
+        assert not store.contains(self.KEY)
+        assert store.store(self.KEY, block)
+        loaded = bytearray(store.layout.nbytes)
+        assert store.load(self.KEY, loaded)
+        assert bytes(loaded) == block.tobytes()
+        assert store.counts() == {"stored": 1, "repaired": 1, "loaded": 1, "damaged": 1}
+
+    @pytest.mark.parametrize(
+        "change",
+        [lambda d: d[:-1], lambda d: d + b"\0", lambda d: b"", lambda d: d[: len(d) // 2]],
+        ids=["one byte short", "one byte more", "empty", "half"],
+    )
+    def test_wrong_length_is_not_served_and_repaired(self, root: Root, change: Any) -> None:
+        store = root.open()
+        block = sample_block(store.layout)
+        store.store(self.KEY, block)
+        url = self.chunk_url(store, self.KEY)
+        root.write(url, change(root.read(url)))
+        with pytest.raises(DamagedBlockError, match="bytes"):
+            store.load(self.KEY, bytearray(store.layout.nbytes))
+        assert store.store(self.KEY, block)
+        assert store.load(self.KEY, bytearray(store.layout.nbytes))
+
+    def test_missing_chunk_is_never_zeros(self, root: Root) -> None:
+        store = root.open()
+        store.store(self.KEY, sample_block(store.layout))
+        root.remove(self.chunk_url(store, self.KEY))
+        with pytest.raises(DamagedBlockError, match="missing"):
+            store.load(self.KEY, bytearray(store.layout.nbytes))
+        assert store.store(self.KEY, sample_block(store.layout))
+        assert store.load(self.KEY, bytearray(store.layout.nbytes))
+
+    def test_chunk_without_document_is_absent(self, root: Root) -> None:
+        store = root.open()
+        store.store(self.KEY, sample_block(store.layout))
+        root.remove(self.document_url(store, self.KEY))
+        assert not store.contains(self.KEY)
+        assert not store.load(self.KEY, bytearray(store.layout.nbytes))
+
+    @pytest.mark.parametrize("document", [b"", b"{", b"null", b"\xff\xfe", b"[" * 9999])
+    def test_malformed_document_is_a_miss_and_repaired(
+        self, root: Root, document: bytes
+    ) -> None:
+        store = root.open()
+        block = sample_block(store.layout)
+        store.store(self.KEY, block)
+        root.write(self.document_url(store, self.KEY), document)
+        assert not store.contains(self.KEY)
+        assert store.store(self.KEY, block)
+        assert root.open().load(self.KEY, bytearray(store.layout.nbytes))
+
+    def test_another_blocks_bytes_are_not_served(self, root: Root) -> None:
+        store = root.open()
+        other = bytes(reversed(self.KEY))
+        for seed, key in enumerate((self.KEY, other)):
+            store.store(key, sample_block(store.layout, seed))
+        for url in (self.chunk_url, self.document_url):
+            root.write(url(store, self.KEY), root.read(url(store, other)))
+        with pytest.raises(DamagedBlockError, match="key"):
+            store.load(self.KEY, bytearray(store.layout.nbytes))
+
+    def test_another_layouts_block_is_not_served(self, root: Root) -> None:
+        v1 = sample_layout(runner="v1", axes=("head", "layer", "token", "value"))
+        v1 = replace(v1, shape=(3, 2, 16, 8), kv_cache_layout="BHLNC")
+        config = replace(sample_config(), parallel_agnostic=True)
+        theirs, ours = root.open(v1, config=config), root.open()
+        assert theirs.url != ours.url
+        theirs.store(self.KEY, sample_block(v1))
+        ours.store(self.KEY, sample_block(ours.layout))
+        for url in (self.chunk_url, self.document_url):
+            root.write(url(ours, self.KEY), root.read(url(theirs, self.KEY)))
+        assert not ours.contains(self.KEY)
+        with pytest.raises(DamagedBlockError):
+            root.open().load(self.KEY, bytearray(ours.layout.nbytes))
+
+    def test_another_layout_is_refused_with_every_difference(self, root: Root) -> None:
+        root.open()
+        other = sample_layout(
+            axes=("layer", "token", "head", "value"),
+            shape=(2, 16, 3, 8),
+            kv_cache_layout="LBNHC",
+            backend=None,
+        )
+        with pytest.raises(LayoutMismatchError) as caught:
+            root.open(other)
+        fields = {difference.field for difference in caught.value.differences}
+        assert fields == {"axes", "shape", "kv_cache_layout", "backend"}
+        assert "LBHNC" in str(caught.value)
+        assert "LBNHC" in str(caught.value)
+        isolated = root.open(other, on_mismatch="isolate")
+        isolated.store(self.KEY, sample_block(other))
+        assert not root.open().contains(self.KEY)
+        assert root.open(other, on_mismatch="isolate").contains(self.KEY)
+
+    def test_writers_of_one_key_all_succeed(self, root: Root) -> None:
+        stores = [root.open() for _ in range(8)]
+        block = sample_block(stores[0].layout)
+        failures: list[BaseException] = []
+
+        def write(store: BlockStore) -> None:
+            try:
+                for n in range(5):
+                    store.store(bytes([n]) * 36, block)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=write, args=(store,)) for store in stores]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        for n in range(5):
+            loaded = bytearray(block.nbytes)
+            assert root.open().load(bytes([n]) * 36, loaded)
+            assert bytes(loaded) == block.tobytes()
+
+    @pytest.mark.parametrize("nbytes", [2, 6051, 65_536, 3_098_112])
+    def test_any_size(self, root: Root, nbytes: int) -> None:
+        layout = Layout.of_bytes(nbytes, dtype="bfloat16", reason="a test of sizes")
+        store = root.open(layout)
+        block = sample_block(layout)
+        store.store(self.KEY, block)
+        loaded = bytearray(nbytes)
+        assert store.load(self.KEY, loaded)
+        assert bytes(loaded) == block.tobytes()
+
+    def test_keys_that_look_alike_are_apart(self, root: Root) -> None:
+        store = root.open()
+        base = os.urandom(36)
+        keys = [base, base[:-1] + bytes([base[-1] ^ 1]), bytes([base[0] ^ 1]) + base[1:]]
+        for seed, key in enumerate(keys):
+            store.store(key, sample_block(store.layout, seed))
+        for seed, key in enumerate(keys):
+            loaded = bytearray(store.layout.nbytes)
+            assert store.load(key, loaded)
+            assert bytes(loaded) == sample_block(store.layout, seed).tobytes()

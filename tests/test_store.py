@@ -1,0 +1,317 @@
+import errno
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from proxy import Requests, counted
+from servers import Server
+
+from kvstore import (
+    FormatError,
+    InvalidInputError,
+    StorageAccessError,
+    StorageError,
+)
+from kvstore.testing import (
+    BlockStoreTests,
+    Root,
+    sample_block,
+    sample_config,
+    sample_layout,
+)
+
+KEY = bytes(range(36))
+
+
+class TestBlockStore(BlockStoreTests):
+    @pytest.fixture
+    def root(self, root: Root) -> Root:
+        return root
+
+
+@pytest.mark.parametrize("backend", ["s3", "gcs"])
+def test_requests_per_block(backend: str, request: pytest.FixtureRequest) -> None:
+    server: Server = request.getfixturevalue(f"{backend}_server")
+    with counted(server.endpoint) as requests:
+        options = server.storage_options | {"endpoint_url": requests.endpoint}
+        root = Root(f"{server.url}/requests", options)
+        writer, block = root.open(), sample_block(sample_layout())
+        other = KEY[:2] + bytes(34)  # the same fan-out
+        writer.store(KEY, block)
+        requests.take()
+
+        writer.store(other, block)
+        assert _methods(requests, backend) == ["GET", "PUT", "PUT"]
+        assert not writer.store(other, block)
+        assert _methods(requests, backend) == ["GET"]
+
+        reader = root.open()
+        requests.take()
+        assert reader.contains(KEY)
+        assert _methods(requests, backend) == ["GET"]
+        assert reader.load(KEY, bytearray(block.nbytes))
+        assert _methods(requests, backend) == ["GET"]
+        assert not reader.contains(b"absent")
+        assert _methods(requests, backend) == ["GET"]
+        assert root.open(verify="payload").load(other, bytearray(block.nbytes))
+        assert _methods(requests, backend)[-1:] == ["GET"]
+
+
+@pytest.mark.parametrize("backend", ["s3", "gcs"])
+def test_opening_lists_nothing(backend: str, request: pytest.FixtureRequest) -> None:
+    server: Server = request.getfixturevalue(f"{backend}_server")
+    with counted(server.endpoint) as requests:
+        options = server.storage_options | {"endpoint_url": requests.endpoint}
+        root = Root(f"{server.url}/listing", options)
+        root.open().store(KEY, sample_block(sample_layout()))
+        first = len(requests.take())
+        root.open()
+        again = requests.take()
+        assert len(again) <= 6 < first
+        assert not any("list-type" in r or "prefix=" in r for r in again)
+
+
+def _methods(requests: Requests, backend: str) -> list[str]:
+    """GCS uploads with POST; what counts is how many."""
+    methods = [request.split()[0] for request in requests.take()]
+    return [{"POST": "PUT"}.get(m, m) if backend == "gcs" else m for m in methods]
+
+
+class TestLocal:
+    def test_system_calls_per_block(self, tmp_path: Path) -> None:
+        """Counted by the interpreter's own audit events."""
+        store = Root(str(tmp_path)).open()
+        block = sample_block(store.layout)
+        store.store(KEY[:2] + bytes(34), block)
+        opened = _audited(lambda: store.store(KEY, block))
+        assert opened.count("open") == 3  # the proof that it is absent, chunk, document
+        assert opened.count("os.mkdir") == 1
+        assert opened.count("os.rename") == 1
+        assert len(opened) == 5
+        assert _audited(lambda: store.contains(KEY)) == ["open"]
+        assert _audited(lambda: store.load(KEY, bytearray(block.nbytes))) == ["open"]
+
+    def test_opening_a_full_namespace_lists_nothing(self, tmp_path: Path) -> None:
+        store = Root(str(tmp_path)).open()
+        folder = Path(store.url.removeprefix("file://"))
+        for n in range(2000):
+            (folder / f"{n:03x}" / f"{n:072x}").mkdir(parents=True)
+        events = _audited(lambda: Root(str(tmp_path)).open())
+        assert not {"os.listdir", "os.scandir", "glob.glob"} & set(events)
+        assert len(events) < 12
+
+    def test_modes_follow_the_umask(self, tmp_path: Path) -> None:
+        for mask, folder, file in ((0o022, 0o755, 0o644), (0o002, 0o775, 0o664)):
+            before = os.umask(mask)
+            try:
+                root = Root(str(tmp_path / oct(mask)))
+                store = root.open()
+                store.store(KEY, sample_block(store.layout))
+            finally:
+                os.umask(before)
+            block = Path(store.block_url(KEY).removeprefix("file://"))
+            assert stat.S_IMODE(block.stat().st_mode) == folder
+            assert {stat.S_IMODE(f.stat().st_mode) for f in block.iterdir()} == {file}
+
+    def test_nested_and_unsafe_names(self, tmp_path: Path) -> None:
+        root = Root(str(tmp_path / "kv[1]*" / "a b?"))
+        store = root.open(config=sample_config(model_name="../../org/a[b]?%2F..\u00e9"))
+        other = root.open(config=sample_config(model_name="../../org/a[b]?%2F..\u00e8"))
+        block = sample_block(store.layout)
+        store.store(KEY, block)
+        other.store(KEY, block)
+        store.delete(KEY)
+        assert other.contains(KEY)
+        below = {p.relative_to(tmp_path).parts[:2] for p in tmp_path.rglob("*")}
+        assert below == {("kv[1]*",), ("kv[1]*", "a b?")}
+
+    def test_leftovers_of_a_writer_that_was_killed(self, tmp_path: Path) -> None:
+        """Killed before its rename: the key is a miss, and no Zarr node is half there."""
+        script = (
+            "import os, sys\n"
+            "from kvstore.testing import Root, sample_block, sample_layout\n"
+            "os.rename = lambda *a: os.kill(os.getpid(), 9)\n"
+            "store = Root(sys.argv[1]).open()\n"
+            "store.store(bytes(range(36)), sample_block(sample_layout()))\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+        assert done.returncode == -9
+        store = Root(str(tmp_path)).open()
+        assert not store.contains(KEY)
+        assert not list(Path(store.url.removeprefix("file://")).rglob("c.*"))
+        assert store.store(KEY, sample_block(store.layout))
+
+    def test_folders_removed_under_a_running_store(self, tmp_path: Path) -> None:
+        store = Root(str(tmp_path / "kv")).open()
+        block = sample_block(store.layout)
+        store.store(KEY, block)
+        _rm(tmp_path / "kv", keep_root=True)
+        assert not store.contains(KEY)
+        assert store.store(KEY, block)
+        assert Root(str(tmp_path / "kv")).open().contains(KEY)
+        _rm(tmp_path / "kv", keep_root=False)
+        with pytest.raises(StorageError, match="No such file"):
+            store.store(KEY, block)
+        assert not (tmp_path / "kv").exists()
+
+    def test_full_disk_leaves_nothing(self, tmp_path: Path) -> None:
+        script = (
+            "import resource, signal, sys\n"
+            "from kvstore.testing import Root, sample_block, sample_layout\n"
+            "from kvstore import StorageError\n"
+            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "store = Root(sys.argv[1]).open()\n"
+            "block = sample_block(store.layout)\n"
+            "key = bytes(range(36))\n"
+            "limits = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (block.nbytes // 2, limits[1]))\n"
+            "try:\n"
+            "    store.store(key, block)\n"
+            "except StorageError as error:\n"
+            "    print(error)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, limits)\n"
+            "assert not store.contains(key)\n"
+            "assert store.store(key, block)\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert f"[Errno {errno.EFBIG}]" in done.stdout
+        assert not list((tmp_path / ".kvstore-tmp").iterdir())
+
+    def test_io_error_deletes_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = Root(str(tmp_path)).open()
+        block = sample_block(store.layout)
+        store.store(KEY, block)
+
+        def failing(*arguments: Any) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "readv", failing)
+            with pytest.raises(StorageError, match="Input/output"):
+                store.load(KEY, bytearray(block.nbytes))
+        assert store.load(KEY, bytearray(block.nbytes))
+        assert store.counts()["damaged"] == 0
+
+
+def _rm(root: Path, *, keep_root: bool) -> None:
+    for path in sorted(root.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    if not keep_root:
+        root.rmdir()
+
+
+_EVENTS: list[str] | None = None
+_FILE_EVENTS = ("open", "os.", "glob.", "shutil.")
+
+
+def _hook(event: str, arguments: tuple[object, ...]) -> None:
+    if _EVENTS is not None and event.startswith(_FILE_EVENTS):
+        _EVENTS.append(event)
+
+
+sys.addaudithook(_hook)
+
+
+def _audited(call: Any) -> list[str]:
+    """The file operations of a call, by CPython's audit events."""
+    global _EVENTS
+    _EVENTS = []
+    try:
+        call()
+        return list(_EVENTS)
+    finally:
+        _EVENTS = None
+
+
+class TestOpen:
+    def test_read_only_root(self, tmp_path: Path) -> None:
+        target = tmp_path / "file"
+        target.write_text("a file where a folder should be")
+        with pytest.raises(StorageError, match="write below"):
+            Root(str(target)).open()
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+    def test_folder_without_permission(self, tmp_path: Path) -> None:
+        tmp_path.chmod(0o500)
+        with pytest.raises(StorageAccessError, match="write below"):
+            Root(str(tmp_path)).open()
+
+    def test_read_only_mount(self) -> None:
+        """/proc refuses new folders even to root."""
+        with pytest.raises(StorageError, match="cannot write below file:///proc/kv"):
+            Root("/proc/kv").open()
+
+    @pytest.mark.parametrize("option", ["verify", "on_mismatch"])
+    def test_unknown_choice(self, tmp_path: Path, option: str) -> None:
+        with pytest.raises(InvalidInputError, match=option):
+            Root(str(tmp_path)).open(**{option: "maybe"})
+
+    def test_misspelt_storage_option(self, tmp_path: Path) -> None:
+        with pytest.raises(InvalidInputError, match="Did you mean 'auto_mkdir'"):
+            Root(str(tmp_path), {"auto_mkdr": True}).open()
+
+    def test_document_of_another_format(self, root: Root) -> None:
+        store = root.open()
+        url = f"{store.url}/zarr.json"
+        root.write(url, root.read(url).replace(b'"format": 1', b'"format": 2'))
+        with pytest.raises(FormatError, match=r"kvstore.format: expected 1, found 2"):
+            root.open()
+
+    def test_digest_collision(self, root: Root) -> None:
+        """Another config under this config's path: 48 bits do not prove."""
+        store = root.open()
+        url = store.url.removesuffix("/r0/g0") + "/zarr.json"
+        root.write(url, root.read(url).replace(b"org/model", b"org/other"))
+        with pytest.raises(Exception, match="model_name: expected 'org/model'"):
+            root.open()
+
+    def test_wrong_bucket(self, s3_server: Server) -> None:
+        with pytest.raises(StorageError, match="cannot write below s3://nowhere"):
+            Root("s3://nowhere/kv", s3_server.storage_options).open()
+
+    def test_wrong_credentials(self, s3_server: Server) -> None:
+        secret = "not-the-secret-at-all"
+        options = s3_server.storage_options | {"secret": secret}
+        with pytest.raises(StorageError) as caught:
+            Root(f"{s3_server.url}/kv", options).open()
+        assert secret not in str(caught.value)
+        assert isinstance(caught.value, PermissionError)
+
+    def test_unreachable_server(self, s3_server: Server) -> None:
+        options = s3_server.storage_options | {"endpoint_url": "http://127.0.0.1:9"}
+        with pytest.raises(StorageError, match="cannot write below"):
+            Root(f"{s3_server.url}/kv", options).open(timeout=5.0)
+
+
+def test_concurrent_processes_write_one_key(tmp_path: Path) -> None:
+    """Eight processes, the same 100 keys: all report success, no temporary is left."""
+    script = (
+        "import sys\n"
+        "from kvstore.testing import Root, sample_block, sample_layout\n"
+        "store = Root(sys.argv[1]).open()\n"
+        "block = sample_block(store.layout)\n"
+        "for n in range(100):\n"
+        "    store.store(n.to_bytes(36, 'big'), block)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    processes = [subprocess.Popen(command) for _ in range(8)]
+    assert [process.wait(60) for process in processes] == [0] * 8
+    store = Root(str(tmp_path)).open()
+    block = sample_block(store.layout)
+    for n in range(100):
+        loaded = np.zeros_like(block)
+        assert store.load(n.to_bytes(36, "big"), loaded)
+        assert (loaded == block).all()
+    assert not list((tmp_path / ".kvstore-tmp").iterdir())
