@@ -91,7 +91,7 @@ class Difference:
 
 
 class LayoutMismatchError(KVStoreError, ValueError):
-    """What is stored at a place was laid out otherwise than this engine lays out KV.
+    """What is stored at a place is of another layout or config than this engine's.
 
     Attributes:
         place: URL of the namespace or group that was opened.
@@ -109,7 +109,7 @@ class LayoutMismatchError(KVStoreError, ValueError):
         """The place, every difference on a line of its own, and what to do."""
         lines = "\n".join(f"  {difference}" for difference in self.differences)
         return (
-            f"{self.place} was written with another layout:\n{lines}\n"
+            f"{self.place} was written with another layout or config:\n{lines}\n"
             "Serving it would give wrong answers, so it is refused. Use another URL, "
             'or set "on_mismatch": "isolate" to keep a namespace of its own for this '
             "layout under the same URL."

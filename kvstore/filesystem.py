@@ -14,9 +14,7 @@ changes, and fsspec's own instances are safe to share between threads.
 from __future__ import annotations
 
 import contextlib
-import difflib
-import inspect
-import logging
+import copy
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,9 +31,8 @@ from kvstore.errors import (
     StorageError,
     StorageTimeoutError,
 )
+from kvstore.storage_options import checked, secret_strings
 from kvstore.urls import parse_url, safe_url
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Files = Sequence[tuple[str, Sequence[memoryview | bytes]]]
@@ -46,13 +43,9 @@ _RANGE_NOT_SATISFIABLE = 416
 _SOMEBODY_WAS_FIRST = (409, 412)
 """What servers answer to a conditional write that comes second, or at the same time."""
 
+_S3 = ("s3", "s3a")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Which extra of this package brings a protocol's client."""
-
-_BASE_OPTIONS = frozenset(
-    ("skip_instance_cache", "use_listings_cache", "listings_expiry_time", "max_paths")
-)
-"""What every fsspec filesystem takes without naming it in its own signature."""
 
 
 class Filesystem:
@@ -83,11 +76,14 @@ class Filesystem:
         """
         protocol, root = parse_url(url)
         cls = _filesystem_class(protocol, safe_url(root))
-        options = _checked_options(cls, storage_options)
+        options = copy.deepcopy(checked(cls, storage_options))
+        if protocol in _S3:
+            # botocore's own limit of 10 would queue transfers beside lookups.
+            options.setdefault("config_kwargs", {}).setdefault("max_pool_connections", 64)
         self.url = safe_url(root)
         self.local = protocol == "file"
         self._timeout = timeout
-        self._secrets = tuple(_strings(options))
+        self._secrets = tuple(secret_strings(options))
         with self._errors("connect to", ""):
             self._fs: AbstractFileSystem = cls(
                 **{**cls._get_kwargs_from_urls(root), **options}
@@ -185,8 +181,10 @@ class Filesystem:
                 return
             path = f"{local.TEMPORARY}/{secrets.token_hex(8)}"
             self._call("pipe_file", self._at(path), b"kvstore")
-            found = self._fetch(path, 16)
-            self._remove(path)
+            try:
+                found = self._fetch(path, 16)
+            finally:
+                self._remove(path)
         if found != b"kvstore":
             raise StorageError(self.url, "read back from", f"found {found!r}")
 
@@ -245,7 +243,7 @@ class Filesystem:
             raise
         except Exception as error:
             kind = StorageError
-            if isinstance(error, PermissionError):
+            if isinstance(error, PermissionError) or _http_status(error) in (401, 403):
                 kind = StorageAccessError
             elif isinstance(error, TimeoutError):
                 kind = StorageTimeoutError
@@ -289,49 +287,3 @@ def _filesystem_class(protocol: str, shown: str) -> type[AbstractFileSystem]:
             f"found {shown!r}"
         ) from error
     return cls
-
-
-def _checked_options(
-    cls: type[AbstractFileSystem], options: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """`options`, unless one looks like a misspelling of what `cls` takes.
-
-    fsspec classes swallow what they do not know, so that a misspelt endpoint would send
-    the blocks elsewhere. Some also take options that their signatures do not name, so
-    what resembles nothing is passed on, and said in the log.
-    """
-    if options is None:
-        return {}
-    if not isinstance(options, Mapping):
-        raise InvalidInputError(
-            f"storage_options: expected an object, found {type(options).__name__}"
-        )
-    known = set(_BASE_OPTIONS)
-    for base in cls.__mro__[:-1]:
-        for parameter in inspect.signature(
-            vars(base).get("__init__", object.__init__)
-        ).parameters.values():
-            if parameter.kind in (
-                parameter.POSITIONAL_OR_KEYWORD,
-                parameter.KEYWORD_ONLY,
-            ):
-                known.add(parameter.name)
-    for name in options.keys() - known:
-        if close := difflib.get_close_matches(str(name), known, n=1, cutoff=0.8):
-            raise InvalidInputError(
-                f"storage_options: unknown option {name!r}. Did you mean {close[0]!r}?"
-            )
-        logger.warning("storage_options: %s does not name %r", cls.__name__, name)
-    return dict(options)
-
-
-def _strings(options: object) -> Iterator[str]:
-    """Every string in nested `storage_options` that could be a secret."""
-    if isinstance(options, str) and len(options) > 3 and "://" not in options:
-        yield options
-    elif isinstance(options, Mapping):
-        for value in options.values():
-            yield from _strings(value)
-    elif isinstance(options, list | tuple):
-        for value in options:
-            yield from _strings(value)

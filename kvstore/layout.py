@@ -115,7 +115,8 @@ class Layout(Record):
         if self.runner not in (None, "v1", "v2"):
             self._refuse("runner", "'v1' or 'v2'", self.runner)
         if self.kv_cache_layout is not None:
-            canonical_kv_cache_layout(self.kv_cache_layout)
+            resolved = canonical_kv_cache_layout(self.kv_cache_layout)
+            object.__setattr__(self, "kv_cache_layout", resolved)
 
     @staticmethod
     def _refuse(field: str, expected: str, found: object) -> None:
@@ -133,9 +134,14 @@ class Layout(Record):
 
     @property
     def digest(self) -> str:
-        """Names this layout in each block's metadata: 32 hex digits of a SHA-256."""
-        record = self.to_dict()
-        del record["reason"]
+        """Names this layout in each block's metadata: 32 hex digits of a SHA-256.
+
+        What is unknown takes no part, so that no digest moves when a field is added.
+        """
+        record = {
+            name: value for name, value in self.to_dict().items() if value is not None
+        }
+        record.pop("reason", None)
         text = json.dumps(record, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -17,11 +18,14 @@ class Memory:
     LIMIT = 65_536
     """Keys that are remembered for each purpose; the oldest go first."""
 
+    DAMAGE_SECONDS = 60.0
+    """How long damage is believed: another engine may repair the block."""
+
     def __init__(self) -> None:
         """Knows nothing yet."""
         self._lock = threading.Lock()
         self._proofs: dict[bytes, int] = {}
-        self._damaged: dict[bytes, None] = {}
+        self._damaged: dict[bytes, float] = {}
         self._fan_outs: set[str] = set()
         self._counts: Counter[str] = Counter()
 
@@ -35,6 +39,12 @@ class Memory:
         with self._lock:
             return self._proofs.pop(key, None)
 
+    def was_damaged_lately(self, key: bytes) -> bool:
+        """Whether it is worth no look: the block was found damaged a moment ago."""
+        with self._lock:
+            found = self._damaged.get(key)
+        return found is not None and time.monotonic() - found < self.DAMAGE_SECONDS
+
     def is_damaged(self, key: bytes) -> bool:
         """Whether the block did not hold its proof and was not repaired since."""
         with self._lock:
@@ -45,7 +55,7 @@ class Memory:
         with self._lock:
             self._counts["damaged"] += 1
             self._proofs.pop(key, None)
-            _put(self._damaged, key, None, self.LIMIT)
+            _put(self._damaged, key, time.monotonic(), self.LIMIT)
 
     def note_stored(self, key: bytes, *, repaired: bool) -> None:
         """The block was published, maybe in the place of a damaged one."""
@@ -53,10 +63,11 @@ class Memory:
             self._counts["repaired" if repaired else "stored"] += 1
             self._damaged.pop(key, None)
 
-    def note_loaded(self) -> None:
-        """A block was read and proved."""
+    def note_loaded(self, key: bytes) -> None:
+        """The block was read and proved, so whatever was damaged is repaired."""
         with self._lock:
             self._counts["loaded"] += 1
+            self._damaged.pop(key, None)
 
     def forget(self, key: bytes) -> None:
         """The block was deleted."""

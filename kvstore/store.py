@@ -76,6 +76,7 @@ class BlockStore:
         self._verify = verify
         self._memory = Memory()
         namespace.compare()
+        logger.info("opened %s with axes %s", self.url, self.layout.axes)
 
     @classmethod
     def open(
@@ -150,13 +151,14 @@ class BlockStore:
     def contains(self, key: bytes) -> bool:
         """Whether a block of this key and layout is there, in one request.
 
-        A block that is known to be damaged is not there. What is proved here is
+        A block that was found damaged is not there until it is repaired, or a minute has
+        passed in which another engine may have repaired it. What is proved here is
         remembered, so that a `load` that follows need not prove it again.
 
         Raises:
             StorageError: storage could not tell. This is not "absent".
         """
-        if self._memory.is_damaged(key):
+        if self._memory.was_damaged_lately(key):
             return False
         try:
             crc = self._proof(key)
@@ -258,7 +260,7 @@ class BlockStore:
             proof = self._proof(key)
             found = proof is not None and self._read_payload(key, payload, proof)
         if found:
-            self._memory.note_loaded()
+            self._memory.note_loaded(key)
         return found
 
     def _read_payload(self, key: bytes, payload: memoryview, proof: int | None) -> bool:
@@ -292,8 +294,8 @@ class BlockStore:
             (self._format.chunk_name, (payload, trailer)),
             (DOCUMENT, (self._format.document(key, crc),)),
         )
-        self._ensure_fan_out(key)
         try:
+            self._ensure_fan_out(key)
             self._filesystem.publish(self._block(key), files, replace=replace)
         except StorageError as error:
             if not isinstance(error.__cause__, FileNotFoundError):

@@ -1,8 +1,8 @@
 """`bfloat16` for zarr-python, which has no such type of its own.
 
-zarr-python finds the class through the entry point group `zarr.data_type`, so that any
-tool built on it opens a bfloat16 block wherever this package is installed; tensorstore
-and zarrs read the type natively. Values are NumPy arrays of `ml_dtypes.bfloat16`.
+zarr-python finds the class through entry points, so that any tool built on it opens a
+bfloat16 block wherever this package is installed; tensorstore and zarrs read the type
+natively. Values are NumPy arrays of `ml_dtypes.bfloat16`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import zarr.errors
 from zarr.core.dtype.common import HasEndianness, HasItemSize
-from zarr.dtype import ZDType
+from zarr.dtype import ZDType, data_type_registry
 
 if hasattr(zarr.errors, "DataTypeValidationError"):
     from zarr.errors import DataTypeValidationError
@@ -98,3 +98,7 @@ class BFloat16(ZDType[Any, Any], HasEndianness, HasItemSize):
         if np.isinf(value):
             return "Infinity" if value > 0 else "-Infinity"
         return value
+
+
+# For zarr 3.1, which does not load its entry points for data types; see pyproject.toml.
+data_type_registry.register(BFloat16._zarr_v3_name, BFloat16)

@@ -109,7 +109,7 @@ def make_tier(rows: Rows, options: dict[str, Any]) -> SecondaryTierManager:
     config = {"type": "KVStoreTier", "module_path": "kvstore.vllm", **options}
     return SecondaryTierFactory.create_secondary_tier(
         config,
-        memoryview(rows.array),  # type: ignore[arg-type]  # NumPy's stubs call it a buffer
+        memoryview(rows.array),
         Spec(rows.config),
     )
 

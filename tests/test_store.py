@@ -255,8 +255,9 @@ class TestOpen:
 
     @pytest.mark.parametrize("option", ["verify", "on_mismatch"])
     def test_unknown_choice(self, tmp_path: Path, option: str) -> None:
+        choice: dict[str, Any] = {option: "maybe"}
         with pytest.raises(InvalidInputError, match=option):
-            Root(str(tmp_path)).open(**{option: "maybe"})
+            Root(str(tmp_path)).open(**choice)
 
     def test_misspelt_storage_option(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidInputError, match="Did you mean 'auto_mkdir'"):

@@ -3,11 +3,9 @@
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -17,8 +15,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, make_offlo
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
-from kvstore import Config, InvalidInputError, LayoutMismatchError, StorageError
-from kvstore.paths import namespace_path
+from kvstore import InvalidInputError, LayoutMismatchError, StorageError
 from kvstore.testing import Root
 from kvstore.vllm import KVStoreTier
 from kvstore.vllm.versions import supports
@@ -70,7 +67,9 @@ def test_stores_looks_up_from_a_new_instance_and_loads(
     assert not target.array[:, nbytes:].any()  # the padding of a row is not KV
 
 
-@pytest.mark.parametrize("known", [{}, {"kv_heads": 12, "head_size": 64}], ids=["byte", "axes"])
+@pytest.mark.parametrize(
+    "known", [{}, {"kv_heads": 12, "head_size": 64}], ids=["byte", "axes"]
+)
 def test_tiers_that_differ_in_kv_cache_layout_never_share(
     root: Root, known: dict[str, int], tiers: list[SecondaryTierManager]
 ) -> None:
@@ -91,7 +90,9 @@ def test_tiers_that_differ_in_kv_cache_layout_never_share(
     assert not theirs.array.any()
 
 
-def test_alias_names_are_one_layout(tmp_path: Path, tiers: list[SecondaryTierManager]) -> None:
+def test_alias_names_are_one_layout(
+    tmp_path: Path, tiers: list[SecondaryTierManager]
+) -> None:
     root = Root(str(tmp_path))
     open_tier(tiers, root, Rows(offloading_config(kv_cache_layout="LBHNC")))
     open_tier(tiers, root, Rows(offloading_config(kv_cache_layout="HND")))
@@ -262,7 +263,9 @@ class TestJobs:
         assert run_job(tier, "load", [keys[1]], [6]).success
         assert (rows.array[6] == rows.array[1]).all()
 
-    def test_view_with_strides(self, tmp_path: Path, tiers: list[SecondaryTierManager]) -> None:
+    def test_view_with_strides(
+        self, tmp_path: Path, tiers: list[SecondaryTierManager]
+    ) -> None:
         config = offloading_config(
             world_size=6, tp_size=6, worker_kv_bytes_per_block=10_000
         )
@@ -326,7 +329,8 @@ def test_medium_and_locality(tmp_path: Path, tiers: list[SecondaryTierManager]) 
 
 
 def test_supported_versions() -> None:
-    assert [v for v in ("0.30.1", "0.31.0", "0.32.0", "0.33.1+cu130", "0.34.0", "1.0", "x")
-            if supports(v)] == ["0.31.0", "0.32.0", "0.33.1+cu130"]
-
-
+    assert [
+        v
+        for v in ("0.30.1", "0.31.0", "0.32.0", "0.33.1+cu130", "0.34.0", "1.0", "x")
+        if supports(v)
+    ] == ["0.31.0", "0.32.0", "0.33.1+cu130"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_layers_from_vllm_config
@@ -25,15 +25,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector,
 )
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvstore.errors import InvalidInputError
-from kvstore.layout import Layout
 from kvstore.records import refuse_unknown
-from kvstore.rows import LayerTensor, worker_layout
 from kvstore.vllm.host_worker import KVStoreOffloadingSpec
 from kvstore.vllm.identity import known_identity, offloading_identity
+from kvstore.vllm.layout import WorkerTensors, engine_layout, layer_specs, layer_tensor
 from kvstore.vllm.options import VLLM_OPTIONS, TierOptions
 from kvstore.vllm.tier import KVStoreTier
 from kvstore.vllm.versions import require_supported
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.kv_offload.config import OffloadingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +51,6 @@ _TIER_OPTIONS = frozenset(f.name for f in fields(TierOptions)) - {
     "kv_heads",  # the connector sees them
     "head_size",
 }
-
-
-@dataclass(frozen=True)
-class WorkerTensors(KVConnectorHandshakeMetadata):
-    """What one worker tells the scheduler: its layers' tensors, in the order of a row."""
-
-    rank: int
-    num_blocks: int
-    layers: tuple[LayerTensor, ...]
 
 
 class ConnectorTier(KVStoreTier):
@@ -122,7 +110,7 @@ class KVStoreConnector(OffloadingConnector):
         specs = {
             name: spec
             for group in config.kv_cache_groups
-            for name, spec in zip(group.layer_names, _layer_specs(group), strict=True)
+            for name, spec in zip(group.layer_names, layer_specs(group), strict=True)
         }
         layers = get_layers_from_vllm_config(
             self._vllm_config,
@@ -136,7 +124,7 @@ class KVStoreConnector(OffloadingConnector):
             rank=self._vllm_config.parallel_config.rank,
             num_blocks=config.num_blocks,
             layers=tuple(
-                _layer_tensor(name, spec, kv_caches[name], layers.get(name), dtype)
+                layer_tensor(name, spec, kv_caches[name], layers.get(name), dtype)
                 for name, spec in specs.items()
             ),
         )
@@ -166,7 +154,8 @@ class KVStoreConnector(OffloadingConnector):
                 f"handshake: expected the tensors of {expected} workers, found "
                 f"{sorted(worker.rank for worker in told)}"
             )
-        layout = engine_layout(told, offloading, self._vllm_config)
+        runner = "v2" if self._vllm_config.use_v2_model_runner else "v1"
+        layout = engine_layout(told, offloading, runner)
         dtypes = {layer.cache_dtype for worker in told for layer in worker.layers}
         config = offloading_identity(
             offloading,
@@ -214,96 +203,3 @@ def inject_tier(vllm_config: VllmConfig) -> None:
 def _primary_bytes() -> int:
     """At most half of what shared memory has left."""
     return min(DEFAULT_PRIMARY_BYTES, shutil.disk_usage("/dev/shm").free // 2)
-
-
-def engine_layout(
-    workers: list[WorkerTensors], offloading: OffloadingConfig, vllm_config: VllmConfig
-) -> Layout:
-    """The layout of a whole row, from what every worker told.
-
-    Raises:
-        InvalidInputError: the workers hold different layouts, or what vLLM would offload
-            is not what the tensors hold.
-    """
-    blocks = offloading.cache.blocks_per_chunk
-    layouts = [
-        worker_layout(
-            worker.layers,
-            nbytes=offloading.worker_kv_bytes_per_block * blocks,
-            num_blocks=worker.num_blocks,
-            blocks=blocks,
-            runner="v2" if vllm_config.use_v2_model_runner else "v1",
-            kv_cache_layout=offloading.kv_cache_layout,
-            tokens_per_block=offloading.groups[0].tokens_per_block,
-            groups=len(offloading.groups),
-        )
-        for worker in workers
-    ]
-    first = layouts[0]
-    for worker, layout in zip(workers[1:], layouts[1:], strict=True):
-        differences = [
-            str(difference)
-            for difference in first.differences(layout)
-            if difference.field != "layer_names"  # stages of a pipeline differ in these
-        ]
-        if differences:
-            raise InvalidInputError(
-                f"workers {workers[0].rank} and {worker.rank} lay out KV differently: "
-                + "; ".join(differences)
-            )
-    copies = 1 if offloading.replicated_layout else offloading.parallel.world_size
-    return first.with_workers(
-        copies,
-        heads_sharded=offloading.parallel.is_parallelism_agnostic
-        and offloading.parallel.world_size == offloading.parallel.tp_size,
-    )
-
-
-def _layer_specs(group: Any) -> list[Any]:
-    specs = list(iter_layer_specs(group.kv_cache_spec))
-    return specs if len(specs) == len(group.layer_names) else specs * len(group.layer_names)
-
-
-def _layer_tensor(
-    name: str, spec: Any, tensor: torch.Tensor, layer: Any, dtype: str
-) -> LayerTensor:
-    attention = isinstance(spec, AttentionSpec)
-    return LayerTensor(
-        name=name,
-        shape=tuple(tensor.shape),
-        strides=tuple(tensor.stride()),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        offset=tensor.storage_offset(),
-        storage=tensor.untyped_storage().data_ptr(),
-        storage_bytes=tensor.untyped_storage().nbytes(),
-        page_bytes=spec.page_size_bytes,
-        payload_bytes=getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes),
-        cache_dtype=getattr(spec, "cache_dtype_str", None) or dtype,
-        plain=attention and _is_plain(spec, tensor),
-        backend=None if layer is None else _backend(layer.get_attn_backend()),
-        isa=getattr(layer, "isa", None),
-    )
-
-
-def _is_plain(spec: AttentionSpec, tensor: torch.Tensor) -> bool:
-    """Whether a cell is K and V of one head and token, each of the head's size."""
-    return (
-        spec.num_head_slots is None
-        and spec.state_content_bytes is None
-        and spec.tokens_per_state == 1
-        and spec.head_size == spec.head_size_v
-        and tensor.shape[-1] == 2 * spec.head_size
-    )
-
-
-def _backend(backend: Any) -> str:
-    """A backend's name, with its class where the name alone could be another's.
-
-    Several classes call themselves FLASH_ATTN, and some of them shuffle.
-    """
-    name: str = backend.get_name()
-    module, qualname = backend.full_cls_name()
-    standard = f"vllm.v1.attention.backends.{name.lower().removesuffix('_attn')}"
-    if module in (standard, f"{standard}_attn", f"{standard}_attention"):
-        return name
-    return f"{name} ({module}.{qualname})"

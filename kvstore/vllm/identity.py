@@ -95,8 +95,7 @@ def known_identity(vllm_config: VllmConfig) -> dict[str, str]:
         "prefix_hash": _prefix_hash(vllm_config),
     }
     commit = getattr(model.hf_config, "_commit_hash", None) or model.revision
-    folder = Path(model.model)
-    if folder.is_dir() and (digest := weights_digest(folder)) is not None:
+    if (digest := weights_digest(Path(model.model))) is not None:
         known["weights_digest"] = digest
     elif commit is not None:
         known["revision"] = str(commit)
@@ -133,6 +132,8 @@ def _stable(value: Any) -> Any:
         return {str(k): _stable(v) for k, v in value.items() if k not in _VOLATILE}
     if isinstance(value, list | tuple):
         return [_stable(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
     return value
 
 

@@ -24,6 +24,7 @@ VLLM_OPTIONS = frozenset(
         "secondary_tiers",
         "self_describing_kv_events",
         "store_threshold",
+        "sync_load_budget_bytes",
         "tier_poll_interval_s",
     )
 )
@@ -32,7 +33,7 @@ VLLM_OPTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierOptions(Record):
-    """Options of a tier; docs/configuration.md is generated from this.
+    """Options of a tier; docs/configuration.md is checked against this.
 
     Attributes:
         url: where the blocks go: any fsspec URL, or a bare local path.
@@ -72,7 +73,7 @@ class TierOptions(Record):
                 )
         for name in ("threads", "io_timeout", "kv_heads", "head_size"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:  # NaN is not either
                 raise InvalidInputError(f"{name}: expected more than 0, found {value}")
 
     @classmethod

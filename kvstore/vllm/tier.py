@@ -12,8 +12,8 @@ safe for threads and fixed once `_open` has run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -37,16 +37,15 @@ from vllm.v1.kv_offload.tiering.base import (
 from kvstore.config import Config
 from kvstore.errors import DamagedBlockError, InvalidInputError, StorageError
 from kvstore.jobs import Job, JobRunner, Operation, Outcome
-from kvstore.layout import Layout, canonical_kv_cache_layout
-from kvstore.rows import logical_dtype, named_layout
+from kvstore.layout import Layout
 from kvstore.store import BlockStore
 from kvstore.vllm.identity import offloading_identity
+from kvstore.vllm.layout import bare_layout, row_bytes
 from kvstore.vllm.options import TierOptions
 from kvstore.vllm.versions import require_supported
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
-    from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
 logger = logging.getLogger(__name__)
@@ -98,7 +97,7 @@ class KVStoreTier(SecondaryTierManager):
             deadline=self.options.io_timeout,
             name=f"kvstore-{tier_type}",
         )
-        self._lookups = _Lookups(self._contains, self.options.threads, tier_type)
+        self._lookups = _Lookups(self._contains, self.options, tier_type)
 
     def _open_stores(self) -> None:
         offloading = self._offloading_spec.config
@@ -236,70 +235,32 @@ class KVStoreTier(SecondaryTierManager):
 class _Lookups(AsyncLookupManager):
     """vLLM's asynchronous lookups over `BlockStore.contains`."""
 
-    def __init__(self, contains: Any, threads: int, tier_type: str) -> None:
+    def __init__(
+        self, contains: Callable[[bytes], bool], options: TierOptions, tier_type: str
+    ) -> None:
         self._contains = contains
-        self._probes = ThreadPoolExecutor(threads, f"kvstore-lookup-{tier_type}")
+        self._timeout = options.io_timeout
+        self._probes = ThreadPoolExecutor(options.threads, f"kvstore-lookup-{tier_type}")
         super().__init__(tier_type)
 
     def batch_lookup(
         self, keys: list[OffloadKey], req_context: ReqContext
     ) -> Iterable[bool]:
-        """Whether each key is there. Called from the lookup thread."""
-        return list(self._probes.map(self._contains, keys))
+        """Whether each key is there. Called from the lookup thread.
+
+        What storage has not told within `io_timeout` is a miss for this request.
+        """
+        probes = [self._probes.submit(self._contains, key) for key in keys]
+        done, late = wait(probes, self._timeout)
+        if late:
+            logger.warning(
+                "%d of %d lookups took too long, taken as misses", len(late), len(keys)
+            )
+        for probe in late:
+            probe.cancel()
+        return [probe in done and probe.result() for probe in probes]
 
     def shutdown(self) -> None:
         """End the lookup thread, then the probes."""
         super().shutdown()
         self._probes.shutdown(cancel_futures=True)
-
-
-def row_bytes(offloading: OffloadingConfig) -> int:
-    """Bytes of a row that hold KV: vLLM rounds a row up to a page, and pads the rest."""
-    copies = 1 if offloading.replicated_layout else offloading.parallel.world_size
-    worker: int = offloading.worker_kv_bytes_per_block
-    return worker * int(offloading.cache.blocks_per_chunk) * copies
-
-
-def bare_layout(offloading: OffloadingConfig, nbytes: int, options: TierOptions) -> Layout:
-    """The layout of a row as far as names and numbers tell: axes if the heads multiply
-    out, else bytes; packing, backend and runner unknown.
-
-    Raises:
-        InvalidInputError: heads were given and do not multiply out.
-    """
-    names = tuple(name for group in offloading.groups for name in group.layer_names)
-    dtype = logical_dtype(offloading.model.dtype, offloading.model.dtype)
-    name = offloading.kv_cache_layout
-    resolved = None if name is None else canonical_kv_cache_layout(name)
-    given = (options.kv_heads, options.head_size)
-    if given == (None, None) or resolved is None:
-        return Layout.of_bytes(
-            nbytes,
-            dtype=dtype,
-            reason="kv_heads and head_size are not set, and the tier cannot see them",
-            kv_cache_layout=resolved,
-            layer_names=names,
-            tokens_per_block=offloading.groups[0].tokens_per_block,
-            page_bytes=offloading.worker_kv_bytes_per_block // max(1, len(names)),
-        )
-    if None in given or len(offloading.groups) != 1 or offloading.canonical_layout:
-        raise InvalidInputError(
-            "kv_heads, head_size: expected both, for one KV group in vLLM's direct "
-            f"layout, found {given} for {len(offloading.groups)} groups"
-        )
-    copies = 1 if offloading.replicated_layout else offloading.parallel.world_size
-    layout = named_layout(
-        resolved,
-        nbytes=nbytes // copies,
-        layer_names=names,
-        blocks=offloading.cache.blocks_per_chunk,
-        kv_heads=options.kv_heads or 0,
-        head_size=options.head_size or 0,
-        tokens=offloading.groups[0].tokens_per_block,
-        dtype=dtype,
-    )
-    return layout.with_workers(
-        copies,
-        heads_sharded=offloading.parallel.is_parallelism_agnostic
-        and offloading.parallel.world_size == offloading.parallel.tp_size,
-    )

@@ -18,13 +18,17 @@ _SAMPLES_PER_FILE = 1024
 _MAX_HEADER = 100 << 20
 
 
-def weights_digest(folder: Path) -> str | None:
-    """12 hex digits over a sample of all weights in `folder`; None if it has none.
+def weights_digest(model: Path) -> str | None:
+    """12 hex digits over a sample of the weights in a folder, or in one file.
+
+    None if `model` is no local path, or has none.
 
     Raises:
         OSError: a file cannot be read.
     """
-    files = sorted(f for f in folder.iterdir() if f.suffix in _SUFFIXES and f.is_file())
+    files = [model] if model.is_file() else []
+    if model.is_dir():
+        files = sorted(f for f in model.iterdir() if f.suffix in _SUFFIXES and f.is_file())
     if not files:
         return None
     digest = hashlib.sha256()

@@ -1,0 +1,192 @@
+"""The demo: one engine computes KV, another reuses it, and a wrong layout is refused.
+
+Run by `tox run -e demo`. KVSTORE_URL names the store, a temporary folder by default. Ends
+with an error if anything that it claims is not so.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from engine import Answer, Run, connector, run
+from rich.console import Console
+from rich.table import Table
+from smollm2 import smollm2
+
+from kvstore import BlockStore, Config, Layout, LayoutMismatchError, unpack
+
+console = Console(width=100)
+ALICE = Path(__file__).with_name("alice.txt").read_text()
+PROMPT = f"{ALICE}\nQuestion: What did the White Rabbit take out of its pocket?\nAnswer:"
+BLOCK_TOKENS = 32
+
+
+def main() -> None:
+    """All four acts."""
+    url = os.environ.get("KVSTORE_URL")
+    folder = None if url else tempfile.mkdtemp(prefix="kvstore-demo-")
+    try:
+        demo(url or str(folder), str(smollm2()))
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder)
+
+
+def demo(url: str, model: str) -> None:
+    """Run every act against one URL."""
+    console.print(f"Store: {url}\nModel: SmolLM2-135M-Instruct on the CPU, bfloat16\n")
+    console.print("Starting an engine on the store, asking it twice, stopping it ...")
+    cold, hit = run(
+        Run(model=model, prompts=[PROMPT, PROMPT], kv_transfer_config=connector(url))
+    )
+    console.print("Starting another engine on the same store ...\n")
+    [warm] = run(Run(model=model, prompts=[PROMPT], kv_transfer_config=connector(url)))
+    console.print(
+        reuse_table(
+            {
+                "first engine": cold,
+                "again, from vLLM's own prefix cache": hit,
+                "restarted engine": warm,
+            }
+        )
+    )
+    require(warm.token_ids == cold.token_ids, "the token ids are those of the first run")
+    require(warm.cached_tokens > 0, "KV was taken from the store")
+    require(
+        warm.logprobs == hit.logprobs,
+        "every logprob is, to the bit, that of vLLM's own prefix cache",
+    )
+    group = open_group(url)
+    show_block(group, model, cold.prompt_token_ids)
+    show_refusal(url, group)
+
+
+def reuse_table(answers: dict[str, Answer]) -> Table:
+    """What each engine reused, how fast it was, and what it said."""
+    table = Table("", "prompt tokens", "reused", "first token", "text")
+    for name, answer in answers.items():
+        table.add_row(
+            name,
+            str(len(answer.prompt_token_ids)),
+            str(answer.cached_tokens),
+            f"{answer.seconds_to_first_token * 1000:.0f} ms",
+            answer.text.strip().partition("\n")[0],
+        )
+    return table
+
+
+def open_group(url: str) -> zarr.Group:
+    """The newest namespace's KV group, opened with plain zarr."""
+    import fsspec
+
+    filesystem, root = fsspec.core.url_to_fs(url)
+    namespaces = [
+        entry["name"]
+        for entry in filesystem.ls(root, detail=True)
+        if entry["type"] == "directory" and "/." not in entry["name"]
+    ]
+    location = filesystem.unstrip_protocol(sorted(namespaces)[-1])
+    return zarr.open_group(location, path="r0/g0", mode="r")
+
+
+def attributes(node: Any) -> dict[str, Any]:
+    """What kvstore recorded of a node."""
+    recorded: Any = node.attrs["kvstore"]
+    return dict(recorded)
+
+
+def show_block(group: zarr.Group, model: str, tokens: list[int]) -> None:
+    """One block by plain zarr, and its K and V beside what transformers computes."""
+    layout = Layout.from_dict(attributes(group)["layout"], where="layout")
+    exact = reference(model, tokens[:BLOCK_TOKENS], "float32")
+    rounded = reference(model, tokens[:BLOCK_TOKENS], "bfloat16")
+    rounding = distance(rounded, exact)
+    block, error = closest(group, layout, exact)
+    metadata = block.metadata.to_dict()
+    console.print("\nOne block, opened with plain zarr:")
+    for name, shown in {
+        "array": block.path,
+        "axes": dict(zip(metadata["dimension_names"], block.shape, strict=True)),
+        "dtype": block.dtype,
+        "packing": attributes(block)["packing"],
+        "K and V": f"{error:.2%} from transformers' in float32, as transformers' own "
+        f"in bfloat16 are {rounding:.2%}",
+    }.items():
+        console.print(f"  {name:8} {shown}", highlight=False)
+    require(error < 1.5 * rounding, "unpacked, K and V are the model's, within rounding")
+
+
+def closest(
+    group: zarr.Group, layout: Layout, expected: tuple[Any, Any]
+) -> tuple[Any, float]:
+    """The block whose K and V are nearest to the expected ones, and how near."""
+    found = []
+    for _, fan_out in group.groups():
+        for _, block in fan_out.arrays():
+            payload = np.asarray(block[...]).reshape(-1).view(np.uint8)
+            found.append((distance(unpack(layout, payload), expected), block))
+    error, block = min(found, key=lambda pair: pair[0])
+    return block, error
+
+
+def distance(found: tuple[Any, Any], exact: tuple[Any, Any]) -> float:
+    """The larger of K's and V's mean errors, relative to their mean size."""
+    return max(
+        float(np.abs(ours.astype(np.float32) - theirs).mean() / np.abs(theirs).mean())
+        for ours, theirs in zip(found, exact, strict=True)
+    )
+
+
+def reference(model: str, tokens: list[int], dtype: str) -> tuple[Any, Any]:
+    """K and V of `tokens` by transformers, each (layer, head, token, value)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        cache = network(torch.tensor([tokens]), use_cache=True).past_key_values
+    return tuple(
+        torch.stack([getattr(layer, part)[0] for layer in cache.layers]).float().numpy()
+        for part in ("keys", "values")
+    )
+
+
+def show_refusal(url: str, group: zarr.Group) -> None:
+    """The other runner's order, same byte count: refused."""
+    root = zarr.open_group(group.store_path.store, mode="r")
+    config = Config.from_fields(attributes(root)["config"], where="config")
+    layout = Layout.from_dict(attributes(group)["layout"], where="layout")
+    swapped = tuple({"layer": "head", "head": "layer"}.get(a, a) for a in layout.axes)
+    lengths = dict(zip(layout.axes, layout.shape, strict=True))
+    other = replace(
+        layout,
+        axes=swapped,
+        shape=tuple(lengths[axis] for axis in swapped),
+        runner="v2" if layout.runner == "v1" else "v1",
+        kv_cache_layout=None,
+    )
+    console.print("\nThe other runner's layout, of the same size, on the same store:")
+    try:
+        BlockStore.open(url, config, other)
+    except LayoutMismatchError as error:
+        console.print(str(error), highlight=False)
+    else:
+        require(False, "another layout is refused")
+    require(other.nbytes == layout.nbytes, "no size check could have told them apart")
+
+
+def require(claim: bool, text: str) -> None:
+    """Say what holds, or end with an error."""
+    if not claim:
+        sys.exit(f"FAILED: {text}")
+    console.print(f"[green]✓[/green] {text}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

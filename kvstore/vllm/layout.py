@@ -1,0 +1,197 @@
+"""What vLLM knows of its tensors and numbers -> `Layout` of a row of its primary tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
+
+from kvstore.errors import InvalidInputError
+from kvstore.layout import Layout, canonical_kv_cache_layout
+from kvstore.rows import LayerTensor, logical_dtype, named_layout, worker_layout
+from kvstore.vllm.options import TierOptions
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+
+@dataclass(frozen=True)
+class WorkerTensors(KVConnectorHandshakeMetadata):
+    """What one worker tells the scheduler: its layers' tensors, in the order of a row."""
+
+    rank: int
+    num_blocks: int
+    layers: tuple[LayerTensor, ...]
+
+
+def engine_layout(
+    workers: list[WorkerTensors], offloading: OffloadingConfig, runner: str
+) -> Layout:
+    """The layout of a whole row, from what every worker told.
+
+    Raises:
+        InvalidInputError: the workers hold different layouts, or what vLLM would offload
+            is not what the tensors hold.
+    """
+    blocks = offloading.cache.blocks_per_chunk
+    layouts = [
+        worker_layout(
+            worker.layers,
+            nbytes=offloading.worker_kv_bytes_per_block * blocks,
+            num_blocks=worker.num_blocks,
+            blocks=blocks,
+            runner=runner,
+            kv_cache_layout=offloading.kv_cache_layout,
+            tokens_per_block=offloading.groups[0].tokens_per_block,
+            groups=len(offloading.groups),
+        )
+        for worker in workers
+    ]
+    first = layouts[0]
+    nbytes = row_bytes(offloading)
+    if offloading.canonical_layout:
+        return Layout.of_bytes(
+            nbytes,
+            dtype=first.dtype,
+            reason="vLLM's canonical layout joins the workers' pages",
+            packing=first.packing,
+            backend=first.backend,
+            runner=first.runner,
+            kv_cache_layout=first.kv_cache_layout,
+            layer_names=first.layer_names,
+            tokens_per_block=first.tokens_per_block,
+        )
+    for worker, layout in zip(workers[1:], layouts[1:], strict=True):
+        differences = [
+            str(difference)
+            for difference in first.differences(layout)
+            if difference.field != "layer_names"  # stages of a pipeline differ in these
+        ]
+        if differences:
+            raise InvalidInputError(
+                f"workers {workers[0].rank} and {worker.rank} lay out KV differently: "
+                + "; ".join(differences)
+            )
+    # Each stage of a pipeline has layers of its own.
+    names = dict.fromkeys(name for layout in layouts for name in layout.layer_names)
+    return replace(first, layer_names=tuple(names)).with_workers(
+        nbytes // first.nbytes,
+        heads_sharded=offloading.parallel.is_parallelism_agnostic
+        and offloading.parallel.world_size == offloading.parallel.tp_size,
+    )
+
+
+def layer_specs(group: Any) -> list[Any]:
+    """The KV-cache spec of each of a group's layers."""
+    specs = list(iter_layer_specs(group.kv_cache_spec))
+    return specs if len(specs) == len(group.layer_names) else specs * len(group.layer_names)
+
+
+def layer_tensor(
+    name: str, spec: Any, tensor: torch.Tensor, layer: Any, dtype: str
+) -> LayerTensor:
+    """The facts of one layer, by its spec, its tensor and its module.
+
+    Args:
+        name: the layer's name.
+        spec: vLLM's KV-cache spec of the layer.
+        tensor: the layer's KV tensor.
+        layer: the attention module, or None.
+        dtype: the cache's dtype where the spec does not say.
+    """
+    attention = isinstance(spec, AttentionSpec)
+    return LayerTensor(
+        name=name,
+        shape=tuple(tensor.shape),
+        strides=tuple(tensor.stride()),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        offset=tensor.storage_offset(),
+        storage=tensor.untyped_storage().data_ptr(),
+        storage_bytes=tensor.untyped_storage().nbytes(),
+        page_bytes=spec.page_size_bytes,
+        payload_bytes=getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes),
+        cache_dtype=getattr(spec, "cache_dtype_str", None) or dtype,
+        plain=attention and _is_plain(spec, tensor),
+        backend=None if layer is None else _backend(layer.get_attn_backend()),
+        isa=getattr(layer, "isa", None),
+    )
+
+
+def _is_plain(spec: AttentionSpec, tensor: torch.Tensor) -> bool:
+    """Whether a cell is K and V of one head and token, each of the head's size."""
+    return (
+        spec.num_head_slots is None
+        and spec.state_content_bytes is None
+        and spec.tokens_per_state == 1
+        and spec.head_size == spec.head_size_v
+        and tensor.shape[-1] == 2 * spec.head_size
+    )
+
+
+def _backend(backend: Any) -> str:
+    """A backend's name, with its class where the name alone could be another's.
+
+    Several classes call themselves FLASH_ATTN, and some of them shuffle.
+    """
+    name: str = backend.get_name()
+    module, qualname = backend.full_cls_name()
+    standard = f"vllm.v1.attention.backends.{name.lower().removesuffix('_attn')}"
+    if module in (standard, f"{standard}_attn", f"{standard}_attention"):
+        return name
+    return f"{name} ({module}.{qualname})"
+
+
+def row_bytes(offloading: OffloadingConfig) -> int:
+    """Bytes of a row that hold KV: vLLM rounds a row up to a page, and pads the rest."""
+    copies = 1 if offloading.replicated_layout else offloading.parallel.world_size
+    worker: int = offloading.worker_kv_bytes_per_block
+    return worker * int(offloading.cache.blocks_per_chunk) * copies
+
+
+def bare_layout(offloading: OffloadingConfig, nbytes: int, options: TierOptions) -> Layout:
+    """The layout of a row as far as names and numbers tell: axes if the heads multiply
+    out, else bytes; packing, backend and runner unknown.
+
+    Raises:
+        InvalidInputError: heads were given and do not multiply out.
+    """
+    names = tuple(name for group in offloading.groups for name in group.layer_names)
+    dtype = logical_dtype(offloading.model.dtype, offloading.model.dtype)
+    name = offloading.kv_cache_layout
+    resolved = None if name is None else canonical_kv_cache_layout(name)
+    given = (options.kv_heads, options.head_size)
+    if given == (None, None) or resolved is None:
+        return Layout.of_bytes(
+            nbytes,
+            dtype=dtype,
+            reason="kv_heads and head_size are not set, and the tier cannot see them",
+            kv_cache_layout=resolved,
+            layer_names=names,
+            tokens_per_block=offloading.groups[0].tokens_per_block,
+        )
+    if None in given or len(offloading.groups) != 1 or offloading.canonical_layout:
+        raise InvalidInputError(
+            "kv_heads, head_size: expected both, for one KV group in vLLM's direct "
+            f"layout, found {given} for {len(offloading.groups)} groups"
+        )
+    copies = 1 if offloading.replicated_layout else offloading.parallel.world_size
+    layout = named_layout(
+        resolved,
+        nbytes=nbytes // copies,
+        layer_names=names,
+        blocks=offloading.cache.blocks_per_chunk,
+        kv_heads=options.kv_heads or 0,
+        head_size=options.head_size or 0,
+        tokens=offloading.groups[0].tokens_per_block,
+        dtype=dtype,
+    )
+    return layout.with_workers(
+        copies,
+        heads_sharded=offloading.parallel.is_parallelism_agnostic
+        and offloading.parallel.world_size == offloading.parallel.tp_size,
+    )

@@ -1,0 +1,221 @@
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module, metadata
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import kvstore
+
+PACKAGE = Path(kvstore.__file__).parent
+MODULES = {
+    ".".join(("kvstore", *path.relative_to(PACKAGE).with_suffix("").parts)): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+# The house from the ground up: a module imports from above its own line only.
+ORDER = [
+    "kvstore.__about__",
+    "kvstore.errors",
+    "kvstore.records",
+    "kvstore.layout",
+    "kvstore.config",
+    "kvstore.paths",
+    "kvstore.arrays",
+    "kvstore.packing",
+    "kvstore.urls",
+    "kvstore.storage_options",
+    "kvstore.local",
+    "kvstore.buffers",
+    "kvstore.memory",
+    "kvstore.filesystem",
+    "kvstore.namespace",
+    "kvstore.store",
+    "kvstore.__init__",
+    "kvstore.jobs",
+    "kvstore.rows",
+    "kvstore.zarr_dtype",
+    "kvstore.testing",
+    "kvstore.vllm.versions",
+    "kvstore.vllm.options",
+    "kvstore.vllm.weights",
+    "kvstore.vllm.layout",
+    "kvstore.vllm.identity",
+    "kvstore.vllm.host_worker",
+    "kvstore.vllm.tier",
+    "kvstore.vllm.connector",
+    "kvstore.vllm.__init__",
+]
+
+# Where a foreign library may be imported, by the beginning of the module's name.
+BORDERS = {
+    "fsspec": ("kvstore.filesystem", "kvstore.testing"),
+    "zarr": ("kvstore.zarr_dtype",),
+    "crc32c": ("kvstore.arrays",),
+    "pytest": ("kvstore.testing",),
+    "torch": ("kvstore.vllm.",),
+    "vllm": ("kvstore.vllm.",),
+}
+
+MAX_LINES = 330
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Full names of the modules that `tree` imports, and of what it takes from them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "a relative import"
+            assert node.module
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def first_party(tree: ast.AST) -> set[str]:
+    """The modules of this package that `tree` imports."""
+    names = set(imports(tree))
+    found = names & MODULES.keys()
+    # `from kvstore import local` names the package only on the way to the module.
+    packages = {name for name in names if f"{name}.__init__" in MODULES}
+    for package in packages:
+        if not any(name.startswith(f"{package}.") for name in found):
+            found.add(f"{package}.__init__")
+    return found
+
+
+def parse(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+# ---- one-way imports
+
+
+def test_every_module_has_its_place_in_the_house() -> None:
+    assert sorted(ORDER) == sorted(MODULES)
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_imports_go_down_only(module: str) -> None:
+    below = ORDER[: ORDER.index(module)]
+    assert first_party(parse(module)) <= set(below)
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_foreign_libraries_stop_at_their_border(module: str) -> None:
+    foreign = {name.partition(".")[0] for name in imports(parse(module))}
+    for library in foreign & BORDERS.keys():
+        assert module.startswith(BORDERS[library]), library
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_no_first_party_import_hides_in_a_function(module: str) -> None:
+    for node in ast.walk(parse(module)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            assert not any(name.startswith("kvstore") for name in imports(node))
+
+
+def test_errors_import_nothing_of_ours() -> None:
+    assert first_party(parse("kvstore.errors")) == set()
+
+
+def test_the_checks_above_see_what_they_are_for() -> None:
+    tree = ast.parse(
+        "from kvstore import local\n"
+        "import kvstore.jobs\n"
+        "def f():\n"
+        "    from kvstore.store import BlockStore\n"
+        "    import fsspec.asyn\n"
+    )
+    assert first_party(tree) == {"kvstore.local", "kvstore.jobs", "kvstore.store"}
+    assert "fsspec.asyn" in set(imports(tree))
+    assert first_party(ast.parse("from kvstore import Layout")) == {"kvstore.__init__"}
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_a_file_fits_on_a_few_screens(module: str) -> None:
+    assert len(MODULES[module].read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_a_module_opens_with_its_purpose(module: str) -> None:
+    assert ast.get_docstring(parse(module))
+
+
+# ---- what users import
+
+
+def test_all_is_sorted_and_without_repetition() -> None:
+    assert all(a < b for a, b in pairwise(kvstore.__all__))
+
+
+@pytest.mark.parametrize("name", kvstore.__all__)
+def test_all_is_importable(name: str) -> None:
+    assert hasattr(kvstore, name)
+
+
+def test_all_is_everything_that_is_public() -> None:
+    modules = {name.split(".")[1] for name in MODULES}
+    public = {n for n in vars(kvstore) if not n.startswith("_")} - modules
+    assert public == set(kvstore.__all__) - {"__version__"}
+
+
+def test_every_error_is_exported() -> None:
+    errors = import_module("kvstore.errors")
+    theirs = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+    assert theirs <= set(kvstore.__all__)
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has after `statement`."""
+    told = subprocess.run(
+        [sys.executable, "-c", f"{statement}\nimport sys\nprint(*sys.modules)"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {name.partition(".")[0] for name in told.stdout.split()}
+
+
+def test_importing_kvstore_needs_no_engine_and_no_zarr() -> None:
+    loaded = loaded_by("import kvstore")
+    assert "kvstore" in loaded
+    assert not loaded & {"torch", "vllm", "zarr", "pytest", "s3fs", "gcsfs"}
+
+
+def test_the_jobs_and_rows_need_no_engine_either() -> None:
+    loaded = loaded_by("import kvstore.jobs, kvstore.rows")
+    assert not loaded & {"torch", "vllm", "zarr", "pytest"}
+
+
+# ---- the distribution
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (PACKAGE / "py.typed").read_bytes() == b""
+
+
+def test_the_installed_version_is_the_codes_own() -> None:
+    try:
+        installed = metadata.version("kvstore-zarr")
+    except metadata.PackageNotFoundError:
+        pytest.skip("kvstore runs from the checkout and is not installed")
+    assert installed == kvstore.__version__
+
+
+def test_zarr_finds_the_data_type_where_kvstore_is_installed() -> None:
+    try:
+        distribution = metadata.distribution("kvstore-zarr")
+    except metadata.PackageNotFoundError:
+        pytest.skip("kvstore runs from the checkout and is not installed")
+    [entry] = [e for e in distribution.entry_points if e.group == "zarr.data_type"]
+    assert entry.load() is import_module("kvstore.zarr_dtype").BFloat16
