@@ -24,6 +24,8 @@ class Run:
         prompts: asked one after the other.
         kv_transfer_config: vLLM's, or None for an engine without a store.
         max_tokens: tokens to generate for each prompt.
+        warm_up: answer something else first, so that times mean something: the first
+            request ever pays for kernels that are set up when first used.
         options: further arguments of `vllm.LLM`.
         multiprocessing: whether the engine core has a process of its own, as it has by
             default; without, it starts three times as fast.
@@ -33,6 +35,7 @@ class Run:
     prompts: list[str]
     kv_transfer_config: dict[str, Any] | None = None
     max_tokens: int = 8
+    warm_up: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     multiprocessing: bool = False
 
@@ -117,11 +120,11 @@ def main(request: Run, target: Path) -> None:
         },
         kv_transfer_config=request.kv_transfer_config,
     )
-    # The first request ever pays for kernels that are set up when first used. This one
-    # begins as no other does, so that nothing of it is found in a store.
-    warm_up = f"{os.getpid()} {time.time_ns()}: " + "Water is wet. " * 40
     sampling = SamplingParams(max_tokens=request.max_tokens, temperature=0, logprobs=0)
-    engine.generate(warm_up, sampling, use_tqdm=False)
+    if request.warm_up:
+        # Begins as no other prompt does, so that nothing of it is found in a store.
+        prompt = f"{os.getpid()} {time.time_ns()}: " + "Water is wet. " * 40
+        engine.generate(prompt, sampling, use_tqdm=False)
     answers = []
     for prompt in request.prompts:
         [output] = engine.generate(prompt, sampling, use_tqdm=False)

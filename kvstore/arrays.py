@@ -7,6 +7,7 @@ binds key, layout and payload to each other. docs/format.md is the normative tex
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,13 @@ from typing import Any
 import crc32c
 
 from kvstore.config import Config
-from kvstore.errors import DamagedBlockError, FormatError, InvalidInputError
+from kvstore.errors import (
+    MAX_SHOWN,
+    DamagedBlockError,
+    FormatError,
+    InvalidInputError,
+    shown,
+)
 from kvstore.layout import Layout
 
 FORMAT = 1
@@ -26,13 +33,17 @@ _ZARR_TYPES: Mapping[str, tuple[str, Any]] = {
     "bfloat16": ("bfloat16", "NaN"),
     "float16": ("float16", "NaN"),
     "float32": ("float32", "NaN"),
+    "float8_e4m3fnuz": ("uint8", 128),
 }
 """Zarr data type and fill value by dtype; all others are stored as `uint8`."""
 
 _UINT8 = ("uint8", 255)
-"""A missing chunk must not read as zeros, and 255 is a NaN in both 8-bit floats."""
+"""A missing chunk must not read as zeros: 255 is a NaN in the common 8-bit floats, and 128
+in the one that has its only NaN there."""
 
 _KEY, _CRC = "@key@", "@crc32c@"
+_CRC_DIGITS = re.compile("[0-9a-f]{8}")
+_GROUP_FIELDS = frozenset(("zarr_format", "node_type", "attributes"))
 
 
 def checksum(payload: memoryview) -> int:
@@ -61,8 +72,8 @@ class ArrayFormat:
     def of(cls, layout: Layout, group: int) -> ArrayFormat:
         """Prepare the document once: between blocks only key and checksum change."""
         text = json.dumps(_array_document(layout, group), indent=2).encode()
-        head, rest = text.split(_KEY.encode())
-        middle, tail = rest.split(_CRC.encode())
+        head, rest = text.split(_KEY.encode(), 1)
+        middle, tail = rest.rsplit(_CRC.encode(), 1)  # the document's last text
         name = ".".join(["c", *("0" for _ in layout.shape)])
         return cls(layout, group, name, head, middle, tail)
 
@@ -100,7 +111,7 @@ class ArrayFormat:
         for name in expected.keys() - {"attributes"}:
             _require(place, name, expected[name], found.get(name))
         for name in found.keys() - expected.keys():
-            if not _may_ignore(found[name]):
+            if not _may_ignore(name, found[name]):
                 _require(place, name, None, found[name])
         return crc
 
@@ -160,6 +171,9 @@ def group_attributes(document: bytes, *, place: str) -> dict[str, Any]:
     """
     found = parse_document(document, place=place)
     _require(place, "node_type", "group", found.get("node_type"), error=FormatError)
+    for name in found.keys() - _GROUP_FIELDS:
+        if not _may_ignore(name, found[name]):
+            _require(place, name, None, found[name], error=FormatError)
     attributes = _attributes(found)
     _require(place, "kvstore.format", FORMAT, attributes.get("format"), error=FormatError)
     return attributes
@@ -191,12 +205,28 @@ def parse_document(document: bytes, *, place: str) -> dict[str, Any]:
             f"expected at most {MAX_DOCUMENT_BYTES} bytes of metadata, found more",
         )
     try:
-        found = json.loads(document)
+        found = json.loads(
+            document.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant
+        )
     except (ValueError, RecursionError) as error:
-        raise FormatError(place, f"expected JSON, found {error}") from error
+        raise FormatError(
+            place, f"expected JSON, found {str(error)[:MAX_SHOWN]}"
+        ) from error
     if not isinstance(found, dict) or found.get("zarr_format") != 3:
         raise FormatError(place, "expected a Zarr v3 document, found another")
     return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of two equal names, two readers could take different ones."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("the same name twice in one object")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name}, which is not JSON")
 
 
 def _attributes(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,18 +235,20 @@ def _attributes(document: Mapping[str, Any]) -> dict[str, Any]:
     return dict(ours) if isinstance(ours, dict) else {}
 
 
-def _may_ignore(extension: object) -> bool:
-    """Zarr v3: an unknown field may be ignored only if it says so itself."""
-    return isinstance(extension, dict) and extension.get("must_understand") is False
+def _may_ignore(name: str, value: object) -> bool:
+    """Zarr v3: an unknown field may be ignored only if it says so itself.
+
+    The two that zarr-python may write without a meaning are not unknown.
+    """
+    if (name, value) in (("storage_transformers", []), ("consolidated_metadata", None)):
+        return True
+    return isinstance(value, dict) and value.get("must_understand") is False
 
 
 def _parse_crc(digits: object, place: str) -> int:
-    if isinstance(digits, str) and len(digits) == 8:
-        try:
-            return int.from_bytes(bytes.fromhex(digits))
-        except ValueError:
-            pass  # falls through to the one error below
-    raise DamagedBlockError(place, f"crc32c: expected 8 hex digits, found {digits!r}")
+    if isinstance(digits, str) and _CRC_DIGITS.fullmatch(digits):
+        return int(digits, 16)
+    raise DamagedBlockError(place, f"crc32c: expected 8 hex digits, found {shown(digits)}")
 
 
 def _require(
@@ -227,5 +259,6 @@ def _require(
     *,
     error: type[FormatError] = DamagedBlockError,
 ) -> None:
-    if found != expected or type(found) is not type(expected):
-        raise error(place, f"{field}: expected {expected!r}, found {found!r}")
+    # As JSON, since 2 == 2.0 == True in Python at every depth.
+    if json.dumps(found, sort_keys=True) != json.dumps(expected, sort_keys=True):
+        raise error(place, f"{field}: expected {shown(expected)}, found {shown(found)}")

@@ -63,8 +63,10 @@ def _flat(buffer: Any, nbytes: int) -> memoryview:
                 f"for shape {buffer.shape}"
             )
         # Through uint8: the buffer protocol has no letter for bfloat16.
-        buffer = buffer.reshape(-1).view(np.uint8)
+        buffer = buffer.reshape(-1)
     try:
+        if isinstance(buffer, np.ndarray):
+            buffer = buffer.view(np.uint8)
         view = memoryview(buffer).cast("B")
     except TypeError as error:
         raise InvalidInputError(f"buffer: {error}") from error

@@ -138,7 +138,8 @@ class Config(Record):
 
         Equal digests do not prove equal configs: 48 bits can collide.
         """
-        ours, theirs = self.fields(), stored.fields()
+        unnamed = {"parallel_agnostic": True}  # as `fields` leaves it out
+        ours, theirs = unnamed | self.fields(), unnamed | stored.fields()
         return tuple(
             Difference(name, ours.get(name), theirs.get(name))
             for name in ours | theirs

@@ -19,6 +19,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+MAX_SHOWN = 300
+"""Characters of a value that a message repeats: it may be anybody's, and of any length."""
+
+
+def shown(value: object) -> str:
+    """`repr(value)` for a message, cut where it is too long to read."""
+    text = repr(value)
+    return (
+        text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… ({len(text)} characters)"
+    )
+
 
 class KVStoreError(Exception):
     """Base of every error raised by kvstore."""
@@ -87,7 +98,7 @@ class Difference:
 
     def __str__(self) -> str:
         """`field: expected …, found …`."""
-        return f"{self.field}: expected {self.expected!r}, found {self.found!r}"
+        return f"{self.field}: expected {shown(self.expected)}, found {shown(self.found)}"
 
 
 class LayoutMismatchError(KVStoreError, ValueError):

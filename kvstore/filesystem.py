@@ -213,15 +213,18 @@ class Filesystem:
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """One fsspec operation on exactly one object: no `*` is a glob here."""
-        if isinstance(self._fs, AsyncFileSystem):
-            return sync(
-                self._fs.loop,
-                getattr(self._fs, f"_{method}"),
-                *arguments,
-                timeout=self._timeout,
-                **options,
-            )
-        return getattr(self._fs, method)(*arguments, **options)
+        if not isinstance(self._fs, AsyncFileSystem):
+            return getattr(self._fs, method)(*arguments, **options)
+        coroutine = getattr(self._fs, f"_{method}")
+
+        async def answered() -> tuple[Any]:
+            return (await coroutine(*arguments, **options),)
+
+        # fsspec's sync returns None for a request that was cancelled.
+        answer = sync(self._fs.loop, answered, timeout=self._timeout)
+        if answer is None:
+            raise ConnectionAbortedError("the request was cancelled")
+        return answer[0]
 
     def _unless_absent(self, path: str, read: Callable[[], Result]) -> Result | None:
         with self._errors("read", path):

@@ -2,7 +2,7 @@
 
 A job is data (operation, keys, slots), so that where it runs is this module's business
 alone. Its keys run one by one on any free thread; loads go before stores, since a request
-waits for a load and nothing waits for a store.
+waits for a load and nothing waits for a store, but a store has its turn now and then.
 
 A job ends when all its keys have. Keys that still wait when the job's deadline passes
 fail without running; a key that runs is waited for, since nothing may touch a slot after
@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 Operation = Literal["load", "store"]
 
 
+LOADS_PER_STORE = 8
+"""Loads that may go before a store that waits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """What to do: `operation` on each of `keys`, whose bytes lie in the slot beside it."""
@@ -47,8 +51,8 @@ class Outcome:
 
     @property
     def success(self) -> bool:
-        """Whether every key succeeded."""
-        return len(self.succeeded) == len(self.job.keys)
+        """Whether the job was well formed and every key succeeded."""
+        return len(self.succeeded) == len(self.job.keys) == len(self.job.slots)
 
 
 @dataclass(slots=True)
@@ -88,6 +92,7 @@ class JobRunner:
             "load": deque(),
             "store": deque(),
         }
+        self._streak = 0
         self._open = 0
         self._finished: list[Outcome] = []
         self._stopping = False
@@ -102,13 +107,14 @@ class JobRunner:
         """Queue a job. A job whose keys and slots do not match fails as a whole."""
         now = time.monotonic()
         count = len(job.keys)
+        queue = self._queues[job.operation]
         running = _Running(job, now + self._deadline, now, count, [False] * count)
         with self._lock:
             self._open += 1
             if not count or count != len(job.slots) or self._stopping:
                 self._end(running)
                 return
-            self._queues[job.operation].extend((running, i) for i in range(count))
+            queue.extend((running, i) for i in range(count))
             self._work.notify(count)
 
     def finished(self) -> list[Outcome]:
@@ -142,7 +148,7 @@ class JobRunner:
             job = running.job
             try:
                 succeeded = self._run(job.operation, job.keys[index], job.slots[index])
-            except Exception:
+            except BaseException:  # whatever it is, the job must end and the thread go on
                 logger.exception("%s of a block failed unexpectedly", job.operation)
                 succeeded = False
             with self._lock:
@@ -153,14 +159,22 @@ class JobRunner:
         with self._lock:
             while True:
                 self._expire(time.monotonic())
-                for queue in self._queues.values():
-                    if queue:
-                        return queue.popleft()
+                if (operation := self._turn()) is not None:
+                    return self._queues[operation].popleft()
                 if self._stopping:
                     return None
                 self._work.wait()
 
     # ---- under the lock
+
+    def _turn(self) -> Operation | None:
+        """Whose turn it is: loads go first, but never keep every store waiting."""
+        loads, stores = self._queues["load"], self._queues["store"]
+        if loads and (not stores or self._streak < LOADS_PER_STORE):
+            self._streak += 1
+            return "load"
+        self._streak = 0
+        return "store" if stores else None
 
     def _expire(self, now: float) -> None:
         """Fail the keys that wait past their deadline; queues are in deadline order."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from kvstore.errors import Difference, InvalidInputError
+from kvstore.errors import Difference, InvalidInputError, shown
 from kvstore.records import Record
 
 AXES = ("worker", "layer", "block", "head", "token", "value", "packed", "byte")
@@ -36,6 +36,7 @@ ITEM_BYTES: Mapping[str, int] = {
     "float16": 2,
     "float32": 4,
     "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
     "float8_e5m2": 1,
     "int8": 1,
     "uint8": 1,
@@ -56,7 +57,7 @@ def canonical_kv_cache_layout(name: str) -> str:
     if resolved not in KV_CACHE_LAYOUTS:
         known = ", ".join((*KV_CACHE_LAYOUTS, *_ALIASES))
         raise InvalidInputError(
-            f"kv_cache_layout: expected one of {known}, found {name!r}. "
+            f"kv_cache_layout: expected one of {known}, found {shown(name)}. "
             "Set VLLM_KV_CACHE_LAYOUT, or the connector's layout, to one of these."
         )
     return resolved
@@ -80,9 +81,10 @@ class Layout(Record):
         runner: vLLM's model runner, `v1` or `v2`.
         kv_cache_layout: vLLM's name for the order, e.g. `LBHNC`.
         layer_names: the engine's layer names in the order of the `layer` axis.
-        tokens_per_block: tokens that one engine block holds.
-        page_bytes: bytes of one layer's page in one engine block; on one worker, unless
-            the workers' heads are joined.
+        tokens_per_block: tokens that one step along the `block` axis holds. An engine
+            may split its blocks for its kernels; these are the parts.
+        page_bytes: bytes of one layer in one such step; of one worker, unless the
+            workers' heads are joined.
         reason: why the block is opaque (`byte`). Told to people, never compared.
     """
 
@@ -120,7 +122,9 @@ class Layout(Record):
 
     @staticmethod
     def _refuse(field: str, expected: str, found: object) -> None:
-        raise InvalidInputError(f"layout {field}: expected {expected}, found {found!r}")
+        raise InvalidInputError(
+            f"layout {field}: expected {expected}, found {shown(found)}"
+        )
 
     @property
     def opaque(self) -> bool:
@@ -198,10 +202,20 @@ class Layout(Record):
             key=lambda dim: (-steps[dim], lengths[dim] > 1),
         )
         _check_dense(inner, lengths, steps)
+        if lengths.get("layer", len(layer_names)) != len(layer_names):
+            raise InvalidInputError(
+                f"layer_names: expected {lengths['layer']} names, found {len(layer_names)}"
+            )
+        step, room = steps.get("block", 0), math.prod(lengths[dim] for dim in inner)
+        if lengths.get("block", 1) > 1 and step < room:
+            raise InvalidInputError(
+                f"strides: expected block to step by at least {room} values, found {step}: "
+                "the engine's blocks overlap"
+            )
         page_values = math.prod(lengths[dim] for dim in inner if dim != "layer")
         tokens = lengths.get("token")
         outer = ["block"] if "layer" in dims else ["layer", "block"]
-        lengths |= {"block": blocks, "layer": lengths.get("layer", len(layer_names))}
+        lengths |= {"block": blocks, "layer": len(layer_names)}
         axes = [axis for axis in (*outer, *inner) if axis != "block" or blocks > 1]
         if packing is not None and packing.startswith(TILED):
             axes, lengths = _pack(axes, lengths, packing)

@@ -23,6 +23,7 @@ _NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
     "float16": np.float16,
     "float32": np.float32,
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
     "float8_e5m2": ml_dtypes.float8_e5m2,
     "int8": np.int8,
     "uint8": np.uint8,
@@ -30,9 +31,18 @@ _NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
 
 
 def values(layout: Layout, payload: memoryview | bytes | Array) -> Array:
-    """A block's bytes as an array of the layout's shape and logical dtype, uncopied."""
+    """A block's bytes as an array of the layout's shape and logical dtype, uncopied.
+
+    Raises:
+        InvalidInputError: not the bytes of one block.
+    """
     dtype = np.uint8 if layout.opaque else _NUMPY_TYPES[layout.dtype]
-    return np.frombuffer(payload, dtype=np.uint8).view(dtype).reshape(layout.shape)
+    flat = np.frombuffer(payload, dtype=np.uint8)
+    if flat.nbytes != layout.nbytes:
+        raise InvalidInputError(
+            f"payload: expected the {layout.nbytes} bytes of one block, found {flat.nbytes}"
+        )
+    return flat.view(dtype).reshape(layout.shape)
 
 
 def unpack(layout: Layout, payload: memoryview | bytes | Array) -> tuple[Array, Array]:
@@ -54,12 +64,18 @@ def unpack(layout: Layout, payload: memoryview | bytes | Array) -> tuple[Array, 
             "such a block cannot be told apart"
         )
     block = values(layout, payload)
-    if layout.axes[-1] == "packed":
-        block = block.reshape(*block.shape[:-1], 2, -1)
-        keys, content = block[..., 0, :], block[..., 1, :]
+    try:
+        if layout.axes[-1] == "packed":
+            block = block.reshape(*block.shape[:-1], 2, -1)
+            return split(block[..., 0, :], block[..., 1, :], tokens)
+        block = np.moveaxis(block, layout.axes.index("token"), -2)
+        keys, content = np.split(block, 2, axis=-1)
         return split(keys, content, tokens)
-    keys, content = np.split(block, 2, axis=-1)
-    return split(keys, content, tokens)
+    except ValueError as error:
+        raise InvalidInputError(
+            f"packing: blocks of shape {layout.shape} and {tokens} tokens do not divide "
+            f"into {layout.packing}: {error}"
+        ) from error
 
 
 def _token_major(keys: Array, content: Array, tokens: int) -> tuple[Array, Array]:

@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Self, Union, cast, get_args, get_origin, get_type_hints
 
-from kvstore.errors import InvalidInputError
+from kvstore.errors import InvalidInputError, shown
 
 
 class Record:
@@ -37,7 +37,7 @@ class Record:
             InvalidInputError: a field is missing, unknown, or of another type.
         """
         if not isinstance(data, Mapping):
-            raise InvalidInputError(f"{where}: expected an object, found {data!r}")
+            raise InvalidInputError(f"{where}: expected an object, found {shown(data)}")
         known = {f.name: f for f in _fields(cls)}
         refuse_unknown(data, known, where=where)
         values = {}
@@ -58,7 +58,7 @@ def refuse_unknown(data: Iterable[object], known: Iterable[str], *, where: str) 
         close = difflib.get_close_matches(str(name), names, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise InvalidInputError(
-            f"{where}: unknown option {name!r}.{hint} Known: {', '.join(names)}."
+            f"{where}: unknown option {shown(name)}.{hint} Known: {', '.join(names)}."
         )
 
 
@@ -91,17 +91,17 @@ def _from_json(value: Any, kind: Any, where: str) -> Any:
         return _from_json(value, kind, where)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise InvalidInputError(f"{where}: expected a list, found {value!r}")
+            raise InvalidInputError(f"{where}: expected a list, found {shown(value)}")
         item = get_args(kind)[0]
         return tuple(_from_json(v, item, f"{where}[{i}]") for i, v in enumerate(value))
     if isinstance(kind, type) and issubclass(kind, Record):
         return kind.from_dict(value, where=where)
     if origin is dict:
         if not isinstance(value, dict):
-            raise InvalidInputError(f"{where}: expected an object, found {value!r}")
+            raise InvalidInputError(f"{where}: expected an object, found {shown(value)}")
         return value
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        raise InvalidInputError(f"{where}: expected {kind.__name__}, found {value!r}")
+        raise InvalidInputError(f"{where}: expected {kind.__name__}, found {shown(value)}")
     return value

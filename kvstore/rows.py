@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kvstore.errors import InvalidInputError
-from kvstore.layout import ITEM_BYTES, KV_CACHE_LAYOUTS, Layout
+from kvstore.layout import (
+    ITEM_BYTES,
+    KV_CACHE_LAYOUTS,
+    Layout,
+    canonical_kv_cache_layout,
+)
 
 DIMS = ("block", "head", "token", "value")
 """Dimensions of a layer's tensor, as vLLM has standardised them (its RFC 42082)."""
@@ -82,6 +87,8 @@ class LayerTensor:
 
 def logical_dtype(cache_dtype: str, tensor_dtype: str) -> str:
     """What the values are: vLLM keeps 8-bit floats in `uint8` tensors."""
+    if tensor_dtype.startswith("float8"):
+        return tensor_dtype
     return _LOGICAL_DTYPES.get(cache_dtype, tensor_dtype)
 
 
@@ -152,7 +159,7 @@ def worker_layout(
             tokens_per_block=tokens_per_block,
             page_bytes=first.page_bytes,
         )
-    _cross_check(layout, kv_cache_layout)
+    _cross_check(layout)
     return layout
 
 
@@ -234,13 +241,13 @@ def _tensor_of_layers(
     )
 
 
-def _cross_check(layout: Layout, kv_cache_layout: str | None) -> None:
+def _cross_check(layout: Layout) -> None:
     """The engine's name for the order must not contradict its tensors.
 
     Raises:
         InvalidInputError: it does; one of the two is wrong, and nothing can be served.
     """
-    expected = KV_CACHE_LAYOUTS.get(kv_cache_layout or "")
+    expected = KV_CACHE_LAYOUTS.get(layout.kv_cache_layout or "")
     if expected is None:
         return
     long = dict(zip(layout.axes, layout.shape, strict=True))
@@ -248,8 +255,8 @@ def _cross_check(layout: Layout, kv_cache_layout: str | None) -> None:
     named = [axis for axis in expected if axis in found]
     if found != named:
         raise InvalidInputError(
-            f"kv_cache_layout: the engine says {kv_cache_layout}, so axes {named}, but "
-            f"its tensors have {found}. Please report this with the engine's version."
+            f"kv_cache_layout: the engine says {layout.kv_cache_layout}, so axes {named}, "
+            f"but its tensors have {found}. Please report this with the engine's version."
         )
 
 
@@ -273,8 +280,10 @@ def named_layout(
     """
     cells = len(layer_names) * blocks * kv_heads * tokens
     item = ITEM_BYTES.get(dtype, 0)
-    size = nbytes // (cells * item) if cells * item else 0
-    if size not in (head_size, 2 * head_size) or cells * item * size != nbytes:
+    # K and V; or the one latent state of every head (MLA), which counts as one head.
+    sizes = (2 * head_size, head_size) if kv_heads == 1 else (2 * head_size,)
+    size = nbytes // max(1, cells * item)
+    if size not in sizes or cells * item * size != nbytes:
         raise InvalidInputError(
             f"kv_heads, head_size: expected numbers that multiply out to {nbytes} bytes "
             f"in {len(layer_names)} layers × {blocks} blocks × {tokens} tokens of "
@@ -287,7 +296,7 @@ def named_layout(
         "token": tokens,
         "value": size,
     }
-    order = KV_CACHE_LAYOUTS[kv_cache_layout]
+    order = KV_CACHE_LAYOUTS[canonical_kv_cache_layout(kv_cache_layout)]
     axes = tuple(axis for axis in order if axis != "block" or blocks > 1)
     return Layout(
         axes=axes,

@@ -11,14 +11,26 @@ import re
 
 from kvstore.errors import InvalidInputError
 
-_USERINFO = re.compile(r"//[^/@]*@")
 _LOCAL = ("file", "local")
 _BUCKETS = ("s3", "s3a", "gs", "gcs")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_ONE_SLASH = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/(?!/)")
 
 
 def safe_url(url: str) -> str:
-    """`url` without user, password and query, for messages and logs."""
-    return _USERINFO.sub("//***@", url.split("?", 1)[0])
+    """`url` without user, password and query, for messages and logs.
+
+    A secret may itself hold slashes and @. A local path is shown as it is: whatever looks
+    like a user or a query there is a name.
+    """
+    protocol, separator, rest = url.partition("://")
+    if not separator or (protocol.lower() in _LOCAL and rest.startswith("/")):
+        return url
+    rest = rest.split("?", 1)[0]
+    host = rest.split("/", 1)[0]
+    if "@" in rest and (":" in host or "@" in host):
+        rest = "***@" + rest.rpartition("@")[2]
+    return f"{protocol}://{rest}"
 
 
 def parse_url(url: str | os.PathLike[str]) -> tuple[str, str]:
@@ -31,7 +43,7 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str]:
     if not text.strip():
         raise InvalidInputError(f"url: expected a URL or path, found {text!r}")
     shown = safe_url(text)
-    if any(ord(character) < 32 for character in text):
+    if _CONTROL.search(text):
         raise InvalidInputError(f"url: control characters in {shown!r}")
     if "::" in text:
         raise InvalidInputError(
@@ -39,6 +51,10 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str]:
             "in between could serve what was never published. Give the last URL alone."
         )
     protocol, separator, path = text.partition("://")
+    if (separator and not protocol) or _ONE_SLASH.match(text):
+        raise InvalidInputError(
+            f"url: expected protocol://…, or a path without a protocol, found {shown!r}"
+        )
     if not separator:
         return "file", "file://" + _local_root(text, shown)
     protocol = protocol.lower()
@@ -54,7 +70,7 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str]:
             "Settings belong in storage_options."
         )
     parts = [part for part in path.split("/") if part]
-    if protocol in _BUCKETS and (not parts or "@" in parts[0]):
+    if protocol in _BUCKETS and (not parts or {"@", ":"} & set(parts[0])):
         raise InvalidInputError(
             f"url: expected a bucket ({protocol}://bucket/folder), found {shown!r}. "
             "Credentials belong in storage_options or the environment."
@@ -65,7 +81,8 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def _local_root(path: str, shown: str) -> str:
-    root = os.path.abspath(os.path.expanduser(path))
+    # POSIX lets two leading slashes mean something else; here they never do.
+    root = "/" + os.path.abspath(os.path.expanduser(path)).lstrip("/")
     if root == os.path.sep:
         raise InvalidInputError(f"url: expected a folder below /, found {shown!r}")
     return root

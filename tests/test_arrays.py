@@ -166,6 +166,7 @@ def test_the_checksum_is_crc32c() -> None:
         ("float16", "float16", "NaN"),
         ("float32", "float32", "NaN"),
         ("float8_e4m3fn", "uint8", 255),
+        ("float8_e4m3fnuz", "uint8", 128),
         ("float8_e5m2", "uint8", 255),
         ("int8", "uint8", 255),
         ("uint8", "uint8", 255),
@@ -215,9 +216,6 @@ def test_what_is_written_proves_itself_and_nothing_else(
             array.proved_crc(document, other, place=PLACE)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the marks that documents are cut at are not escaped"
-)
 @pytest.mark.parametrize("text", ["@key@", "@crc32c@"])
 def test_any_text_can_stand_in_a_layout(text: str) -> None:
     array = ArrayFormat.of(replace(LAYOUT, packing=text), 0)
@@ -274,9 +272,6 @@ def test_tensorstores_document_of_the_same_array_is_accepted(  # D12
     assert array.proved_crc(document, KEY, place=PLACE) == CRC
 
 
-@pytest.mark.xfail(
-    strict=True, reason="zarr-python adds storage_transformers: [], which says nothing"
-)
 def test_zarr_pythons_document_of_the_same_array_is_accepted(tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     (tmp_path / "zarr.json").write_bytes(GOLDEN)
@@ -315,6 +310,8 @@ def test_zarr_pythons_document_of_the_same_array_is_accepted(tmp_path: Path) -> 
         pytest.param(with_attributes(crc32c=CRC), "crc32c", id="checksum-as-a-number"),
         pytest.param(with_attributes(crc32c="badcafe"), "crc32c", id="7-digits"),
         pytest.param(with_attributes(crc32c="0badcafe0"), "crc32c", id="9-digits"),
+        pytest.param(with_attributes(crc32c="badcaf"), "crc32c", id="6-digits"),
+        pytest.param(with_attributes(crc32c="000badcafe"), "crc32c", id="10-digits"),
         pytest.param(with_attributes(crc32c="0badcafg"), "crc32c", id="not-hex"),
         pytest.param(with_attributes(crc32c="-badcafe"), "crc32c", id="negative"),
         pytest.param(with_attributes(crc32c="0xbadcaf"), "crc32c", id="prefixed"),
@@ -409,28 +406,18 @@ def test_every_attribute_must_be_there(name: str) -> None:
     [
         pytest.param(
             with_attributes(crc32c="12 34 56"),
-            marks=pytest.mark.xfail(
-                strict=True, reason="bytes.fromhex skips spaces, so 3 bytes pass for 4"
-            ),
             id="spaces-in-the-checksum",
         ),
         pytest.param(
             GOLDEN.replace(b"0badcafe", b"12 34 56"),
-            marks=pytest.mark.xfail(strict=True, reason="likewise, by the fast way"),
             id="spaces-in-the-checksum-as-written",
         ),
         pytest.param(
             with_fields(shape=[2.0, 3, 16, 8]),
-            marks=pytest.mark.xfail(
-                strict=True, reason="types are compared at the outermost level only"
-            ),
             id="a-float-in-the-shape",
         ),
         pytest.param(
             FORMAT.document(KEY, CRC).replace(b'"shape": [\n    2', b'"shape": [\n    2e0'),
-            marks=pytest.mark.xfail(
-                strict=True, reason="types are compared at the outermost level only"
-            ),
             id="an-exponent-in-the-shape",
         ),
     ],
@@ -474,37 +461,22 @@ HOSTILE = [
 ALMOST_JSON = [
     pytest.param(
         GOLDEN.decode().encode("utf-16"),
-        marks=pytest.mark.xfail(
-            strict=True, reason="json.loads guesses the encoding of bytes: not JSON"
-        ),
         id="UTF-16",
     ),
     pytest.param(
         GOLDEN.decode().encode("utf-32-be"),
-        marks=pytest.mark.xfail(
-            strict=True, reason="json.loads guesses the encoding of bytes: not JSON"
-        ),
         id="UTF-32",
     ),
     pytest.param(
         b'{"zarr_format": 2, ' + GOLDEN[1:],
-        marks=pytest.mark.xfail(
-            strict=True, reason="the last of two equal names counts; other readers differ"
-        ),
         id="duplicate-names",
     ),
     pytest.param(
         GOLDEN.replace(b'"format": 1,', b'"format": 1, "layout": "other",'),
-        marks=pytest.mark.xfail(
-            strict=True, reason="the last of two equal names counts; other readers differ"
-        ),
         id="duplicate-attributes",
     ),
     pytest.param(
         GOLDEN[:-1] + b', "x": {"must_understand": false, "y": -Infinity}}',
-        marks=pytest.mark.xfail(
-            strict=True, reason="Infinity and NaN are Python's JSON, not JSON"
-        ),
         id="infinity-in-an-extension",
     ),
 ]
@@ -749,16 +721,10 @@ def test_any_json_in_a_layout_is_refused_or_read(name: str, value: object) -> No
         pytest.param({"must_understand": False, "kind": "inline"}, id="D19-stale-index"),
         pytest.param(
             {"must_understand": True},
-            marks=pytest.mark.xfail(
-                strict=True, reason="unknown fields of a group are never looked at"
-            ),
             id="D15-must-understand",
         ),
         pytest.param(
             {"name": "other"},
-            marks=pytest.mark.xfail(
-                strict=True, reason="unknown fields of a group are never looked at"
-            ),
             id="says-nothing-of-itself",
         ),
     ],
@@ -772,7 +738,6 @@ def test_an_extension_of_a_group_counts_as_zarr_has_it(extension: dict[str, Any]
             recorded_layout(document, place=PLACE)
 
 
-@pytest.mark.xfail(strict=True, reason="messages repeat what was found, at any length")
 @pytest.mark.parametrize(
     "read",
     [

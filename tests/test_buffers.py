@@ -207,7 +207,6 @@ def test_what_is_not_a_buffer_is_refused(access: Any, buffer: object) -> None:
         pytest.fail("it was accepted")
 
 
-@pytest.mark.xfail(strict=True, reason="NumPy's TypeError for a view of references leaks")
 @pytest.mark.parametrize("access", [readable, writable])
 def test_an_array_of_python_objects_is_refused(access: Any) -> None:
     with (

@@ -164,7 +164,7 @@ def test_a_mismatch_names_the_place_every_difference_and_what_to_do() -> None:
     place, *lines, remedy = str(
         LayoutMismatchError("s3://b/ns/r0/g0", DIFFERENCES)
     ).splitlines()
-    assert place == "s3://b/ns/r0/g0 was written with another layout:"
+    assert place == "s3://b/ns/r0/g0 was written with another layout or config:"
     assert lines == [
         "  axes: expected ('layer', 'head'), found ('head', 'layer')",
         "  runner: expected 'v2', found 'v1'",

@@ -3,7 +3,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import configs, keys, layouts, names, unhurried
 
@@ -181,6 +181,7 @@ def test_negative_ranks_and_groups_are_refused(rank: int, group: int, name: str)
 
 @unhurried
 @given(keys)
+@example(bytes(range(MAX_KEY_BYTES)))
 def test_a_key_comes_back_from_its_path(key: bytes) -> None:
     assert block_key(block_path(key)) == key
 

@@ -134,38 +134,26 @@ def test_refused_with_its_reason(url: str, problem: str) -> None:
     [
         pytest.param(
             "file:/data/kv",
-            marks=pytest.mark.xfail(
-                strict=True, reason="taken for the relative path ./file:/data/kv"
-            ),
             id="one-slash",
         ),
         pytest.param(
             "s3:/bucket/kv",
-            marks=pytest.mark.xfail(
-                strict=True, reason="blocks would go to the local folder ./s3:/bucket/kv"
-            ),
             id="bucket-and-one-slash",
         ),
         pytest.param(
             "://bucket/kv",
-            marks=pytest.mark.xfail(
-                strict=True, reason="fsspec takes the empty protocol for the local one"
-            ),
             id="no-protocol",
         ),
         pytest.param(
             "file:////",
-            marks=pytest.mark.xfail(strict=True, reason="abspath keeps two slashes"),
             id="root-of-four-slashes",
         ),
         pytest.param(
             "//",
-            marks=pytest.mark.xfail(strict=True, reason="abspath keeps two slashes"),
             id="root-of-two-slashes",
         ),
         pytest.param(
             "/data/a\x7fb",
-            marks=pytest.mark.xfail(strict=True, reason="DEL is not below 32"),
             id="DEL",
         ),
     ],
@@ -175,7 +163,6 @@ def test_refused(url: str) -> None:
         parse_url(url)
 
 
-@pytest.mark.xfail(strict=True, reason="abspath keeps two leading slashes")
 def test_a_local_root_has_one_spelling() -> None:
     assert parse_url("file:////data/kv") == parse_url("file:///data/kv")
 
@@ -195,17 +182,10 @@ def test_a_local_root_has_one_spelling() -> None:
         pytest.param(f"http://user:{SECRET}@host/../x", id="http"),
         pytest.param(
             f"s3://AKIA:slash/{SECRET}@bucket/kv",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="AWS makes secrets with a slash: 'AKIA:slash' passes for the bucket",
-            ),
             id="secret-with-a-slash",
         ),
         pytest.param(
             f"s3://AKIA:at@{SECRET}@bucket/kv",
-            marks=pytest.mark.xfail(
-                strict=True, reason="what is behind the first @ is shown"
-            ),
             id="secret-with-an-at",
         ),
     ],
@@ -229,26 +209,18 @@ def test_a_refusal_does_not_repeat_a_credential(url: str) -> None:
         pytest.param(
             "s3://key:sec/ret@bucket/kv",
             "s3://***@bucket/kv",
-            marks=pytest.mark.xfail(strict=True, reason="a secret with a slash is shown"),
         ),
         pytest.param(
             "s3://key:sec@ret@bucket/kv",
             "s3://***@bucket/kv",
-            marks=pytest.mark.xfail(strict=True, reason="a secret with an @ is shown"),
         ),
         pytest.param(
             "file:///data/a?b",
             "file:///data/a?b",
-            marks=pytest.mark.xfail(
-                strict=True, reason="a local path has no query: store.url is cut short"
-            ),
         ),
         pytest.param(
             "file:///kv@home",
             "file:///kv@home",
-            marks=pytest.mark.xfail(
-                strict=True, reason="a local path has no user: store.url is another folder"
-            ),
         ),
     ],
 )

@@ -8,7 +8,6 @@ healthy.
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,9 @@ HOST_SPEC = {
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # no gRPC beside plain HTTP
 
 
-def ask(kv_transfer_config: dict[str, Any], *, times: int = 1, **changes: Any) -> list[Answer]:
+def ask(
+    kv_transfer_config: dict[str, Any], *, times: int = 1, **changes: Any
+) -> list[Answer]:
     request = Run(
         model=str(smollm2()),
         prompts=[PROMPT] * times,
@@ -74,11 +75,11 @@ def cold(folder: Path) -> list[Answer]:
 
 
 @pytest.fixture
-def copy(folder: Path, cold: list[Answer], tmp_path: Path) -> Iterator[Path]:
+def copy(folder: Path, cold: list[Answer], tmp_path: Path) -> Path:
     """The folder, for a test to damage."""
     target = tmp_path / "kv"
     shutil.copytree(folder, target)
-    yield target
+    return target
 
 
 def assert_reused(warm: Answer, cold: list[Answer]) -> None:

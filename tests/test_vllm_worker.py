@@ -90,19 +90,19 @@ def test_blocks_land_where_vllms_own_worker_puts_them(engine: Engine, index: int
     assert engine.worker.submit_store(1, spec, CPULoadStoreSpec(rows))
     for group, (members, places) in enumerate(zip(ids, chunks, strict=True)):
         for n, block in enumerate(members):
-            chunk, sub = divmod(indices[group] % blocks + n, blocks)
+            place, sub = divmod(indices[group] % blocks + n, blocks)
             for tensor in (2 * group, 2 * group + 1):
                 expected = engine.tensors[tensor][block, :PAYLOAD].numpy().tobytes()
-                assert engine.part(places[chunk], tensor, sub, blocks) == expected
-    before = [tensor.clone() for tensor in engine.tensors]
-    for tensor in engine.tensors:
-        tensor.zero_()
+                assert engine.part(places[place], tensor, sub, blocks) == expected
+    before = [kept.clone() for kept in engine.tensors]
+    for emptied in engine.tensors:
+        emptied.zero_()
     assert engine.worker.submit_load(2, CPULoadStoreSpec(rows), spec)
-    for number, tensor in enumerate(engine.tensors):
+    for number, loaded in enumerate(engine.tensors):
         members = ids[number // 2]
         others = [b for b in range(CACHE_BLOCKS) if b not in members]
-        assert (tensor[members, :PAYLOAD] == before[number][members, :PAYLOAD]).all()
-        assert not tensor[others].any()
+        assert (loaded[members, :PAYLOAD] == before[number][members, :PAYLOAD]).all()
+        assert not loaded[others].any()
     results = engine.worker.get_finished()
     assert [r.job_id for r in results] == [1, 2]
     assert all(r.success for r in results)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
 )
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
 
 from kvstore.errors import InvalidInputError
@@ -18,6 +19,9 @@ from kvstore.vllm.options import TierOptions
 if TYPE_CHECKING:
     import torch
     from vllm.v1.kv_offload.config import OffloadingConfig
+
+
+_PLATFORM_FP8 = ("fp8", "fp8_e4m3")
 
 
 @dataclass(frozen=True)
@@ -105,21 +109,28 @@ def layer_tensor(
         dtype: the cache's dtype where the spec does not say.
     """
     attention = isinstance(spec, AttentionSpec)
+    cache_dtype = getattr(spec, "cache_dtype_str", None) or dtype
     return LayerTensor(
         name=name,
         shape=tuple(tensor.shape),
         strides=tuple(tensor.stride()),
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=tensor_dtype(cache_dtype, tensor),
         offset=tensor.storage_offset(),
         storage=tensor.untyped_storage().data_ptr(),
         storage_bytes=tensor.untyped_storage().nbytes(),
         page_bytes=spec.page_size_bytes,
         payload_bytes=getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes),
-        cache_dtype=getattr(spec, "cache_dtype_str", None) or dtype,
+        cache_dtype=cache_dtype,
         plain=attention and _is_plain(spec, tensor),
         backend=None if layer is None else _backend(layer.get_attn_backend()),
         isa=getattr(layer, "isa", None),
     )
+
+
+def tensor_dtype(cache_dtype: str, tensor: torch.Tensor) -> str:
+    """A tensor's dtype; of an 8-bit cache, the platform's own (some GPUs have another)."""
+    kind = current_platform.fp8_dtype() if cache_dtype in _PLATFORM_FP8 else tensor.dtype
+    return str(kind).removeprefix("torch.")
 
 
 def _is_plain(spec: AttentionSpec, tensor: torch.Tensor) -> bool:
@@ -161,7 +172,10 @@ def bare_layout(offloading: OffloadingConfig, nbytes: int, options: TierOptions)
         InvalidInputError: heads were given and do not multiply out.
     """
     names = tuple(name for group in offloading.groups for name in group.layer_names)
-    dtype = logical_dtype(offloading.model.dtype, offloading.model.dtype)
+    dtype = offloading.model.dtype
+    if dtype in _PLATFORM_FP8:
+        dtype = str(current_platform.fp8_dtype()).removeprefix("torch.")
+    dtype = logical_dtype(dtype, dtype)
     name = offloading.kv_cache_layout
     resolved = None if name is None else canonical_kv_cache_layout(name)
     given = (options.kv_heads, options.head_size)
