@@ -107,9 +107,10 @@ class Rows:
 def make_tier(rows: Rows, options: dict[str, Any]) -> SecondaryTierManager:
     """A tier by vLLM's own factory."""
     config = {"type": "KVStoreTier", "module_path": "kvstore.vllm", **options}
+    view: Any = rows.array  # some of NumPy's stubs have no buffer protocol
     return SecondaryTierFactory.create_secondary_tier(
         config,
-        memoryview(rows.array),
+        memoryview(view),
         Spec(rows.config),
     )
 

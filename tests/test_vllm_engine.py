@@ -6,7 +6,6 @@ healthy.
 """
 
 import json
-import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +32,6 @@ HOST_SPEC = {
     "spec_module_path": "kvstore.vllm.host_worker",
     "cpu_bytes_to_use": 256 << 20,
 }
-os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # no gRPC beside plain HTTP
 
 
 def ask(
