@@ -90,7 +90,8 @@ def block_of(namespace: Path) -> Path:
 def test_zarr_python_walks_and_reads(golden: tuple[Path, Layout]) -> None:
     namespace, layout = golden
     root = zarr.open_group(namespace, mode="r")
-    assert KEY.hex() in str(root.tree())
+    # Long names are wrapped where a terminal is narrow.
+    assert KEY.hex() in "".join(str(root.tree()).split())
     block: Any = root[f"r0/g0/{KEY.hex()[:3]}/{KEY.hex()}"]
     assert block.metadata.to_dict()["dimension_names"] == layout.axes
     assert block.shape == layout.shape
@@ -144,7 +145,7 @@ def test_tree_without_kvstore(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert KEY.hex() in done.stdout
+    assert KEY.hex() in "".join(done.stdout.split())
     assert payload_of(layout_of("float16")).hex() in done.stdout
 
 
