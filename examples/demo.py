@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import zarr
 from engine import Answer, Run, connector, run
+from fsspec.core import url_to_fs
 from rich.console import Console
 from rich.table import Table
 from smollm2 import smollm2
@@ -63,8 +64,7 @@ def demo(url: str, model: str) -> None:
         warm.logprobs == hit.logprobs,
         "every logprob is, to the bit, that of vLLM's own prefix cache",
     )
-    group = open_group(url)
-    show_block(group, model, cold.prompt_token_ids)
+    group = show_block(open_groups(url, model), model, cold.prompt_token_ids)
     show_refusal(url, group)
 
 
@@ -82,18 +82,14 @@ def reuse_table(answers: dict[str, Answer]) -> Table:
     return table
 
 
-def open_group(url: str) -> zarr.Group:
-    """The newest namespace's KV group, opened with plain zarr."""
-    import fsspec
-
-    filesystem, root = fsspec.core.url_to_fs(url)
-    namespaces = [
-        entry["name"]
+def open_groups(url: str, model: str) -> list[zarr.Group]:
+    """The KV group of each of the model's namespaces, opened with plain zarr."""
+    filesystem, root = url_to_fs(url)
+    return [
+        zarr.open_group(filesystem.unstrip_protocol(entry["name"]), path="r0/g0", mode="r")
         for entry in filesystem.ls(root, detail=True)
-        if entry["type"] == "directory" and "/." not in entry["name"]
+        if Path(model).name in entry["name"] and entry["type"] == "directory"
     ]
-    location = filesystem.unstrip_protocol(sorted(namespaces)[-1])
-    return zarr.open_group(location, path="r0/g0", mode="r")
 
 
 def attributes(node: Any) -> dict[str, Any]:
@@ -102,13 +98,18 @@ def attributes(node: Any) -> dict[str, Any]:
     return dict(recorded)
 
 
-def show_block(group: zarr.Group, model: str, tokens: list[int]) -> None:
-    """One block by plain zarr, and its K and V beside what transformers computes."""
-    layout = Layout.from_dict(attributes(group)["layout"], where="layout")
+def show_block(groups: list[zarr.Group], model: str, tokens: list[int]) -> zarr.Group:
+    """One block by plain zarr, and its K and V beside what transformers computes.
+
+    Returns:
+        The group that holds it.
+    """
     exact = reference(model, tokens[:BLOCK_TOKENS], "float32")
     rounded = reference(model, tokens[:BLOCK_TOKENS], "bfloat16")
     rounding = distance(rounded, exact)
-    block, error = closest(group, layout, exact)
+    error, block, group = min(
+        (closest(group, exact) for group in groups), key=lambda found: found[0]
+    )
     metadata = block.metadata.to_dict()
     console.print("\nOne block, opened with plain zarr:")
     for name, shown in {
@@ -121,19 +122,18 @@ def show_block(group: zarr.Group, model: str, tokens: list[int]) -> None:
     }.items():
         console.print(f"  {name:8} {shown}", highlight=False)
     require(error < 1.5 * rounding, "unpacked, K and V are the model's, within rounding")
+    return group
 
 
-def closest(
-    group: zarr.Group, layout: Layout, expected: tuple[Any, Any]
-) -> tuple[Any, float]:
-    """The block whose K and V are nearest to the expected ones, and how near."""
+def closest(group: zarr.Group, expected: tuple[Any, Any]) -> tuple[float, Any, zarr.Group]:
+    """How near to the expected K and V a group's nearest block is, and the block."""
+    layout = Layout.from_dict(attributes(group)["layout"], where="layout")
     found = []
     for _, fan_out in group.groups():
         for _, block in fan_out.arrays():
             payload = np.asarray(block[...]).reshape(-1).view(np.uint8)
-            found.append((distance(unpack(layout, payload), expected), block))
-    error, block = min(found, key=lambda pair: pair[0])
-    return block, error
+            found.append((distance(unpack(layout, payload), expected), block, group))
+    return min(found, key=lambda near: near[0])
 
 
 def distance(found: tuple[Any, Any], exact: tuple[Any, Any]) -> float:
