@@ -23,6 +23,7 @@ from smollm2 import smollm2
 from kvstore import BlockStore, Config, Layout, LayoutMismatchError, unpack
 
 console = Console(width=100)
+os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars would cut the story up
 ALICE = Path(__file__).with_name("alice.txt").read_text()
 PROMPT = f"{ALICE}\nQuestion: What did the White Rabbit take out of its pocket?\nAnswer:"
 BLOCK_TOKENS = 32
@@ -176,7 +177,7 @@ def show_refusal(url: str, group: zarr.Group) -> None:
     try:
         BlockStore.open(url, config, other)
     except LayoutMismatchError as error:
-        console.print(str(error), highlight=False)
+        console.print(str(error), highlight=False, soft_wrap=True)
     else:
         require(False, "another layout is refused")
     require(other.nbytes == layout.nbytes, "no size check could have told them apart")

@@ -17,6 +17,7 @@ def smollm2() -> Path:
     target = models / "smollm2-135m-instruct"
     if not target.exists():
         models.mkdir(parents=True, exist_ok=True)
+        print("Turning the packaged GGUF weights into a folder that vLLM serves ...")
         scratch = Path(tempfile.mkdtemp(dir=models))
         _convert(scratch)
         try:
