@@ -4,6 +4,7 @@ are complete, and its links lead somewhere.
 A Python block that cannot run says why in a comment above it: `<!-- not run: reason -->`.
 A text block under `<!-- printed by the block above -->` is what that block prints.
 A JSON block under `<!-- file: path -->` is a file that the page's Python blocks have made.
+The block under `<!-- demo output -->` is pasted from the demo; its claims are checked.
 """
 
 import ast
@@ -38,7 +39,10 @@ from kvstore import (
     StorageError,
     StorageTimeoutError,
 )
+from kvstore.jobs import LOADS_PER_STORE
 from kvstore.layout import AXES, ITEM_BYTES, KV_CACHE_LAYOUTS
+from kvstore.memory import Memory
+from kvstore.storage_options import checked, secret_strings
 from kvstore.urls import parse_url
 
 TOP = Path(__file__).parent.parent
@@ -57,6 +61,7 @@ _NOT_RUN = "not run:"
 _PRINTED = "printed by the block above"
 _FILE = "file: "
 _HASHED = "hashed: "
+_DEMO = "demo output"
 
 
 @dataclass(frozen=True)
@@ -199,6 +204,25 @@ def test_readme_names_the_supported_releases() -> None:
         assert minor in text
 
 
+def test_readme_shows_what_the_demo_claims() -> None:
+    """Times and paths are of the run that was pasted; the claims are the demo's own."""
+    [shown] = [b.text for b in blocks(TOP / "README.md") if b.comment == _DEMO]
+    calls = [
+        node
+        for node in ast.walk(ast.parse(page("examples/demo.py")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "require"
+    ]
+    claims = {
+        ast.literal_eval(call.args[1])
+        for call in calls
+        if not isinstance(call.args[0], ast.Constant)  # that one is a failure's
+    }
+    assert claims
+    assert {line[2:] for line in shown.splitlines() if line.startswith("✓")} == claims
+    [message] = re.findall(r"was\swritten with .* config:", shown)
+    assert message.replace("\n", " ") in str(LayoutMismatchError("here", ()))
+
+
 def versions() -> ModuleType:
     """`kvstore.vllm.versions`, whose package refuses to be imported without vLLM."""
     source = TOP / "kvstore" / "vllm" / "versions.py"
@@ -336,7 +360,6 @@ def test_messages_of_errors_are_exact(
     layout = Layout(
         axes=("layer", "head", "token", "value"), shape=(12, 12, 16, 128), dtype="float16"
     )
-    pytest.importorskip("s3fs", reason="the extra s3 is not installed")
     mnt, s3, misspelt = "file:///mnt/kv", "s3://bucket/kv", {"endpoint_ulr": "http://x"}
     namespace = f"my_model_{config.digest}"
     group = f"{namespace}/r0/g0"
@@ -345,7 +368,7 @@ def test_messages_of_errors_are_exact(
     monkeypatch.setattr(metadata, "version", lambda name: "0.28.0")
     errors = [
         raised(lambda: parse_url("simplecache::s3://bucket/kv")),
-        raised(lambda: BlockStore.open(s3, config, layout, storage_options=misspelt)),
+        raised(lambda: checked(S3, misspelt)),
         raised(lambda: store.store(b"key", bytes(10))),
         LayoutMismatchError(
             f"{mnt}/facebook_opt-125m_3c412b280dad/r0/g0/zarr.json",
@@ -355,7 +378,7 @@ def test_messages_of_errors_are_exact(
                     ("layer", "head", "token", "value"),
                     ("head", "layer", "token", "value"),
                 ),
-                Difference("runner", "v2", "v1"),
+                Difference("kv_cache_layout", "LBHNC", "BHLNC"),
             ),
         ),
         FormatError(f"{mnt}/{group}/zarr.json", "kvstore.format: expected 1, found 2"),
@@ -374,6 +397,13 @@ def test_messages_of_errors_are_exact(
         if block.language == "text" and block.comment != _PRINTED
     ]
     assert shown == [str(error) for error in errors]
+
+
+class S3:
+    """What matters of s3fs's class, which need not be installed."""
+
+    def __init__(self, endpoint_url: str | None = None) -> None:
+        pass
 
 
 def raised(call: Any) -> kvstore.KVStoreError:
@@ -429,6 +459,33 @@ def first_party_imports(source: Path) -> Iterator[str]:
             yield next(c for c in candidates if (TOP / c).exists())
 
 
+def test_numbers_are_the_codes() -> None:
+    damage = f"{Memory.DAMAGE_SECONDS:.0f} seconds"
+    assert damage in page("docs/backends.md")
+    assert damage in page("docs/architecture.md")
+    assert damage in page("docs/errors.md")
+    assert f"after\n   {LOADS_PER_STORE} loads a store" in page("docs/architecture.md")
+    assert f"{Memory.LIMIT:,} keys" in page(
+        "docs/decisions/0003-contains-reads-the-document.md"
+    )
+
+
+def test_names_of_secrets_are_listed() -> None:
+    text = page("docs/configuration.md")
+    [listed] = re.findall(r"Such a name contains ([^.]*)\.", text)
+    names = re.findall(r"`(\w+)`", listed)
+    assert list(secret_strings({f"my_{name}s": f"long {name}" for name in names})) == [
+        f"long {name}" for name in names
+    ]
+    source = ast.parse(page("kvstore/storage_options.py"))
+    [known] = [
+        ast.literal_eval(node.value)
+        for node in source.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_SECRET_NAMES"
+    ]
+    assert names == list(known)
+
+
 def test_every_log_line_is_in_operations() -> None:
     table = rows("docs/operations.md", "Line", "Logger", "What it means, what to do")
     patterns = {
@@ -463,7 +520,7 @@ def test_every_tox_environment_is_explained() -> None:
     [names] = re.findall(r"^env_?list *=((?:.*\n)(?:[ \t]+.*\n)*)", tox.read_text(), re.M)
     listed = {name for word in _ENVIRONMENT.findall(names) for name in expanded(word)}
     assert listed
-    assert listed <= explained
+    assert listed == explained
 
 
 def expanded(word: str) -> Iterator[str]:
@@ -498,7 +555,7 @@ def anchors(path: Path) -> set[str]:
 def test_decisions_are_listed_dated_and_whole() -> None:
     folder = TOP / "docs" / "decisions"
     pages = sorted(folder.glob("[0-9]*.md"))
-    listed = re.findall(r"\]\((\d{4}-[\w-]+\.md)\)", (folder / "README.md").read_text())
+    listed = re.findall(r"\]\((\d{4}-[\w.-]+\.md)\)", (folder / "README.md").read_text())
     assert listed == [path.name for path in pages]
     for number, path in enumerate(pages, 1):
         text = path.read_text()
