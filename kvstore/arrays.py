@@ -169,7 +169,14 @@ def group_attributes(document: bytes, *, place: str) -> dict[str, Any]:
     Raises:
         FormatError: not a Zarr v3 group, or not of a format that this version reads.
     """
-    found = parse_document(document, place=place)
+    try:
+        found = parse_document(document, place=place)
+    except FormatError as error:
+        remedy = (
+            "If a crash has torn it, remove this one document: it is written anew, and "
+            "every block proves itself"
+        )
+        raise FormatError(place, f"{error.problem}. {remedy}") from error
     _require(place, "node_type", "group", found.get("node_type"), error=FormatError)
     for name in found.keys() - _GROUP_FIELDS:
         if not _may_ignore(name, found[name]):

@@ -163,3 +163,22 @@ def prove_parallel_agnostic(
     """
     head_outermost = layout.axes[0] == "head"
     return claimed and (head_outermost or replicated_layout or canonical_format is not None)
+
+
+def require_proof(config: Config, layout: Layout) -> None:
+    """Refuse a config that says `parallel_agnostic` where that is not a fact.
+
+    Raises:
+        InvalidInputError: the bytes of `layout` differ between parallel sizes.
+    """
+    if config.parallel_agnostic and not prove_parallel_agnostic(
+        layout,
+        claimed=True,
+        replicated_layout=config.replicated_layout,
+        canonical_format=config.canonical_format,
+    ):
+        raise InvalidInputError(
+            "parallel_agnostic: expected false for blocks whose outermost axis is "
+            f"{layout.axes[0]!r}: their bytes differ between parallel sizes. Use "
+            "prove_parallel_agnostic for this field"
+        )

@@ -98,7 +98,14 @@ class Difference:
 
     def __str__(self) -> str:
         """`field: expected …, found …`."""
-        return f"{self.field}: expected {shown(self.expected)}, found {shown(self.found)}"
+        expected, found = self.expected, self.found
+        where = ""
+        both = isinstance(expected, tuple) and isinstance(found, tuple)
+        if both and len(expected) == len(found) and len(repr(expected)) > MAX_SHOWN:
+            # The first that differs tells more than two long beginnings that do not.
+            first = next(i for i, ours in enumerate(expected) if ours != found[i])
+            where, expected, found = f"[{first}]", expected[first], found[first]
+        return f"{self.field}{where}: expected {shown(expected)}, found {shown(found)}"
 
 
 class LayoutMismatchError(KVStoreError, ValueError):

@@ -39,6 +39,9 @@ Files = Sequence[tuple[str, Sequence[memoryview | bytes]]]
 
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
+MAX_TIMEOUT = 86_400
+"""Seconds; some waits of Python's overflow beyond any sensible time."""
+
 _RANGE_NOT_SATISFIABLE = 416
 _SOMEBODY_WAS_FIRST = (409, 412)
 """What servers answer to a conditional write that comes second, or at the same time."""
@@ -79,9 +82,15 @@ class Filesystem:
         options = copy.deepcopy(checked(cls, storage_options))
         if protocol in _S3:
             # botocore's own limit of 10 would queue transfers beside lookups.
-            options.setdefault("config_kwargs", {}).setdefault("max_pool_connections", 64)
+            config = options.get("config_kwargs") or {}
+            options["config_kwargs"] = {"max_pool_connections": 64, **config}
         self.url = safe_url(root)
         self.local = protocol == "file"
+        if not 0 < timeout <= MAX_TIMEOUT:
+            raise InvalidInputError(
+                f"timeout: expected seconds, more than 0 and at most {MAX_TIMEOUT}, found "
+                f"{timeout}"
+            )
         self._timeout = timeout
         self._secrets = tuple(secret_strings(options))
         with self._errors("connect to", ""):
@@ -250,15 +259,15 @@ class Filesystem:
                 kind = StorageAccessError
             elif isinstance(error, TimeoutError):
                 kind = StorageTimeoutError
-            raise kind(self.place(path), action, self._cause(error)) from error
-
-    def _cause(self, error: Exception) -> str:
-        cause = str(error) or "no answer in time"
-        if not isinstance(error, OSError):
-            cause = f"{type(error).__name__}: {cause}"
-        for secret in self._secrets:
-            cause = cause.replace(secret, "***")
-        return cause
+            cause = str(error) or "no answer in time"
+            if not isinstance(error, OSError):
+                cause = f"{type(error).__name__}: {cause}"
+            masked = cause
+            for secret in self._secrets:
+                masked = masked.replace(secret, "***")
+            translated = kind(self.place(path), action, masked)
+            # A traceback would show the backend's own words, secret and all.
+            raise translated from (error if masked == cause else None)
 
 
 def _http_status(error: BaseException | None) -> int | None:

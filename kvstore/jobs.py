@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -179,8 +179,13 @@ class JobRunner:
     def _expire(self, now: float) -> None:
         """Fail the keys that wait past their deadline; queues are in deadline order."""
         for queue in self._queues.values():
+            expired = Counter[str]()
             while queue and queue[0][0].deadline <= now:
-                self._settle(queue.popleft()[0])
+                running, _ = queue.popleft()
+                expired[running.job.operation] += 1
+                self._settle(running)
+            for operation, keys in expired.items():
+                logger.warning("%ss given up before they began: %d blocks", operation, keys)
 
     def _settle(self, running: _Running) -> None:
         running.pending -= 1

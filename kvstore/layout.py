@@ -85,6 +85,8 @@ class Layout(Record):
             may split its blocks for its kernels; these are the parts.
         page_bytes: bytes of one layer in one such step; of one worker, unless the
             workers' heads are joined.
+        tensors_digest: digest of every layer's tensor, where the block is opaque and the
+            engine's tensors were seen: equal sizes do not make equal bytes.
         reason: why the block is opaque (`byte`). Told to people, never compared.
     """
 
@@ -98,6 +100,7 @@ class Layout(Record):
     layer_names: tuple[str, ...] = ()
     tokens_per_block: int | None = None
     page_bytes: int | None = None
+    tensors_digest: str | None = None
     reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -246,6 +249,7 @@ class Layout(Record):
         layer_names: Sequence[str] = (),
         tokens_per_block: int | None = None,
         page_bytes: int | None = None,
+        tensors_digest: str | None = None,
     ) -> Self:
         """An opaque block of `nbytes` bytes; `reason` tells people why."""
         return cls(
@@ -259,6 +263,7 @@ class Layout(Record):
             layer_names=tuple(layer_names),
             tokens_per_block=tokens_per_block,
             page_bytes=page_bytes,
+            tensors_digest=tensors_digest,
             reason=reason,
         )
 

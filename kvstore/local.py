@@ -20,6 +20,7 @@ TEMPORARY = ".kvstore-tmp"
 """The folder of temporary names below a local root."""
 
 _OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 def read_into(name: str, buffers: Sequence[memoryview]) -> int:
@@ -43,10 +44,13 @@ def read_into(name: str, buffers: Sequence[memoryview]) -> int:
 def read(name: str, limit: int) -> bytes:
     """The first `limit` bytes of a small file."""
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    data = b""
     try:
-        return os.read(descriptor, limit)
+        while len(data) < limit and (more := os.read(descriptor, limit - len(data))):
+            data += more
     finally:
         os.close(descriptor)
+    return data
 
 
 def write(name: str, parts: Sequence[memoryview | bytes]) -> None:
@@ -68,13 +72,15 @@ def create(root: Path, path: str, data: bytes) -> None:
         return
     target.parent.mkdir(exist_ok=True)
     scratch = _scratch(root, folder=False)
-    write(str(scratch), (data,))
     try:
+        write(str(scratch), (data,))
         os.link(scratch, target)
     except FileExistsError:
         return
-    except OSError:  # a filesystem without hard links: the last writer stays
-        os.replace(scratch, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.replace(scratch, target)  # the last writer stays
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -88,30 +94,61 @@ def publish(
 ) -> None:
     """Make a folder of `files` visible at `path` in one step.
 
-    A folder that is there already stays, unless it is to be replaced.
+    A folder that is there with the last of the files stays, unless it is to be replaced;
+    one without it was never committed and makes room. If anything fails, what was there
+    is there again.
 
     Raises:
         FileNotFoundError: the folder that should hold it does not exist.
     """
     scratch = _scratch(root, folder=True)
+    aside = scratch.with_name(f"{scratch.name}-aside")
+    target = root / path
     try:
         for name, parts in files:
             write(f"{scratch}/{name}", parts)
         if replace:
-            discard(root, path)
-        os.rename(scratch, root / path)
-    except BaseException as error:
+            _set_aside(target, aside)
+        _place(scratch, target, aside, mark=files[-1][0])
+    except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
-        if not (isinstance(error, OSError) and error.errno in _OCCUPIED):
+        with contextlib.suppress(OSError):
+            os.rename(aside, target)
+        raise
+
+
+def _place(scratch: Path, target: Path, aside: Path, *, mark: str) -> None:
+    try:
+        os.rename(scratch, target)
+    except OSError as error:
+        if error.errno not in _OCCUPIED:
             raise
+        if (target / mark).exists():
+            shutil.rmtree(scratch, ignore_errors=True)
+            return  # another writer was first
+        _set_aside(target, aside)
+        os.rename(scratch, target)
+    if aside.exists():
+        _remove(aside)
 
 
 def discard(root: Path, path: str) -> None:
     """Take a folder away in one step, if it is there; then remove it at leisure."""
-    trash = _scratch(root, folder=False)
+    aside = _scratch(root, folder=False)
+    _set_aside(root / path, aside)
+    _remove(aside)
+
+
+def _set_aside(target: Path, aside: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
-        os.rename(root / path, trash)
-        shutil.rmtree(trash, ignore_errors=True)
+        os.rename(target, aside)
+
+
+def _remove(aside: Path) -> None:
+    """Remove what was set aside: a folder, or a file where a folder should have been."""
+    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        aside.unlink()
 
 
 def probe(root: Path) -> None:

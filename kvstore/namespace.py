@@ -61,7 +61,7 @@ class Namespace:
         self._folder = folder
         self._provenance = dict(provenance)
 
-    def compare(self) -> None:
+    def claim(self) -> None:
         """Record config and layout where nothing is, then compare what is recorded.
 
         Raises:
@@ -69,15 +69,15 @@ class Namespace:
             FormatError: what is recorded cannot be read.
             StorageError: storage failed.
         """
-        place, document = self._claim(
+        place, document = self._recorded(
             self._folder,
             group_document(config=self.config.fields(), provenance=self._provenance),
         )
         differences = self.config.differences(recorded_config(document, place=place))
         if differences:
             raise LayoutMismatchError(place, differences)
-        self._claim(self.path.rpartition("/")[0], group_document())
-        place, document = self._claim(
+        self._recorded(self.path.rpartition("/")[0], group_document())
+        place, document = self._recorded(
             self.path,
             group_document(layout=self.layout.to_dict(), provenance=self._provenance),
         )
@@ -85,7 +85,7 @@ class Namespace:
         if differences:
             raise LayoutMismatchError(place, differences)
 
-    def _claim(self, path: str, document: bytes) -> tuple[str, bytes]:
+    def _recorded(self, path: str, document: bytes) -> tuple[str, bytes]:
         """The place and bytes of a group's document; `document` if there was none."""
         name = f"{path}/{DOCUMENT}"
         place = self._filesystem.place(name)

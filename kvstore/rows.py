@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from kvstore.errors import InvalidInputError
@@ -20,6 +19,7 @@ from kvstore.layout import (
     Layout,
     canonical_kv_cache_layout,
 )
+from kvstore.tensors import LayerTensor, logical_dtype, tensors_digest
 
 DIMS = ("block", "head", "token", "value")
 """Dimensions of a layer's tensor, as vLLM has standardised them (its RFC 42082)."""
@@ -41,55 +41,6 @@ _ALIKE = (
     "backend",
     "isa",
 )
-
-_LOGICAL_DTYPES = {
-    "fp8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerTensor:
-    """What a worker sees of one layer's KV tensor.
-
-    Attributes:
-        name: the layer's name.
-        shape: the tensor's shape.
-        strides: its strides, in values.
-        dtype: its dtype, e.g. `bfloat16`.
-        offset: its storage offset, in values.
-        storage: a number that equals only for tensors in one allocation.
-        storage_bytes: bytes of that allocation.
-        page_bytes: bytes of one block's page, padding included.
-        payload_bytes: bytes of the page that mean anything.
-        cache_dtype: vLLM's resolved name of the cache's dtype.
-        plain: whether a cell is K and V of one head and token, each of the head's size,
-            and nothing else (no scales, no compressed states).
-        backend: the layer's attention backend, if it has one.
-        isa: the instruction set whose tiles a CPU backend writes.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    offset: int
-    storage: int
-    storage_bytes: int
-    page_bytes: int
-    payload_bytes: int
-    cache_dtype: str
-    plain: bool
-    backend: str | None = None
-    isa: str | None = None
-
-
-def logical_dtype(cache_dtype: str, tensor_dtype: str) -> str:
-    """What the values are: vLLM keeps 8-bit floats in `uint8` tensors."""
-    if tensor_dtype.startswith("float8"):
-        return tensor_dtype
-    return _LOGICAL_DTYPES.get(cache_dtype, tensor_dtype)
 
 
 def worker_layout(
@@ -158,6 +109,7 @@ def worker_layout(
             layer_names=[layer.name for layer in layers],
             tokens_per_block=tokens_per_block,
             page_bytes=first.page_bytes,
+            tensors_digest=tensors_digest(layers),
         )
     _cross_check(layout)
     return layout

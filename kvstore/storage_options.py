@@ -7,12 +7,22 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote
 
 from kvstore.errors import InvalidInputError
 
 logger = logging.getLogger(__name__)
 
-_SECRET_NAMES = ("key", "secret", "token", "pass", "credential", "sas", "auth")
+_SECRET_NAMES = (
+    "key",
+    "secret",
+    "token",
+    "pass",
+    "credential",
+    "sas",
+    "auth",
+    "connection",
+)
 
 _BASE_OPTIONS = frozenset(
     ("skip_instance_cache", "use_listings_cache", "listings_expiry_time", "max_paths")
@@ -63,3 +73,4 @@ def secret_strings(options: object, *, named: bool = False) -> Iterator[str]:
             yield from secret_strings(value, named=named)
     elif named and isinstance(options, str) and len(options) > 3:
         yield options
+        yield quote(options, safe="")  # as a client may put it into a URL

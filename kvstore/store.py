@@ -26,7 +26,7 @@ from kvstore.arrays import (
     group_document,
 )
 from kvstore.buffers import readable, writable
-from kvstore.config import Config
+from kvstore.config import Config, require_proof
 from kvstore.errors import (
     DamagedBlockError,
     InvalidInputError,
@@ -47,7 +47,6 @@ from kvstore.paths import (
 
 logger = logging.getLogger(__name__)
 
-Verify = Literal["full", "payload"]
 OnMismatch = Literal["reject", "isolate"]
 
 
@@ -64,7 +63,6 @@ class BlockStore:
         self,
         filesystem: Filesystem,
         namespace: Namespace,
-        verify: Verify,
     ) -> None:
         """Records or compares the documents. Callers use `open`."""
         self.config = namespace.config
@@ -73,9 +71,8 @@ class BlockStore:
         self._filesystem = filesystem
         self._namespace = namespace
         self._format = ArrayFormat.of(namespace.layout, namespace.group)
-        self._verify = verify
         self._memory = Memory()
-        namespace.compare()
+        namespace.claim()
         logger.info("opened %s with axes %s", self.url, self.layout.axes)
 
     @classmethod
@@ -88,7 +85,6 @@ class BlockStore:
         group: int = 0,
         rank: int = 0,
         storage_options: Mapping[str, Any] | None = None,
-        verify: Verify = "full",
         on_mismatch: OnMismatch = "reject",
         timeout: float = 30.0,
         provenance: Mapping[str, str] | None = None,
@@ -102,9 +98,6 @@ class BlockStore:
             group: index of the KV-cache group.
             rank: the rank whose blocks these are; 0 where one block holds every worker.
             storage_options: what the URL's fsspec filesystem takes.
-            verify: `full` proves key, layout and bytes of every block. `payload` proves
-                length and checksum only, which saves a request for a block that
-                `contains` was not asked for.
             on_mismatch: `reject` raises; `isolate` opens a namespace that only this
                 layout uses, and says so in the log.
             timeout: seconds that one request to an object store may take.
@@ -116,8 +109,11 @@ class BlockStore:
             FormatError: what is recorded there cannot be read.
             StorageError: the root cannot be read, written and deleted from.
         """
-        _require_choice("verify", verify, get_args(Verify))
-        _require_choice("on_mismatch", on_mismatch, get_args(OnMismatch))
+        if on_mismatch not in (choices := get_args(OnMismatch)):
+            raise InvalidInputError(
+                f"on_mismatch: expected one of {choices}, found {on_mismatch!r}"
+            )
+        require_proof(config, layout)
         filesystem = Filesystem(url, storage_options, timeout=timeout)
         filesystem.probe()
 
@@ -131,7 +127,7 @@ class BlockStore:
                 group=group,
                 provenance={"kvstore": __version__, **(provenance or {})},
             )
-            return cls(filesystem, namespace, verify)
+            return cls(filesystem, namespace)
 
         try:
             return at(namespace_path(config))
@@ -186,12 +182,16 @@ class BlockStore:
             DamagedBlockError: the block is there but did not hold its proof.
             StorageError: storage failed; nothing was deleted.
         """
-        with writable(buffer, self.layout.nbytes) as payload:
-            try:
-                return self._load(key, payload)
-            except DamagedBlockError as error:
-                self._note_damage(key, error)
-                raise
+        try:
+            with writable(buffer, self.layout.nbytes) as payload:
+                if not self._load(key, payload):
+                    raise _Absent  # leaves a device's tensor as it is
+        except DamagedBlockError as error:
+            self._note_damage(key, error)
+            raise
+        except _Absent:
+            return False
+        return True
 
     def store(self, key: bytes, buffer: Any) -> bool:
         """Publish the block, unless a healthy one is there. The buffer is only read, and
@@ -201,17 +201,21 @@ class BlockStore:
             Whether anything was written.
 
         Raises:
-            StorageError: storage failed; no part of the block is visible.
+            StorageError: storage failed. The block is as it was, or, where a damaged one
+                was being replaced in an object store, still damaged.
+            LayoutMismatchError: the folders were removed meanwhile, and another engine
+                has recorded another layout there.
         """
         with readable(buffer, self.layout.nbytes) as payload:
-            replace = self._memory.is_damaged(key)
-            if not replace:
-                try:
-                    if self._proof(key) is not None:
-                        return False
-                except DamagedBlockError as error:
+            damaged = self._memory.is_damaged(key)
+            try:
+                if self._is_whole(key) if damaged else self._proof(key) is not None:
+                    return False
+                replace = False
+            except DamagedBlockError as error:
+                if not damaged:
                     self._note_damage(key, error)
-                    replace = True
+                replace = True
             self._publish(key, payload, replace=replace)
         self._memory.note_stored(key, repaired=replace)
         return True
@@ -244,34 +248,38 @@ class BlockStore:
         place = self._filesystem.place(path)
         return self._format.proved_crc(document, key, place=place)
 
+    def _is_whole(self, key: bytes) -> bool:
+        """Whether another engine has repaired a block that was found damaged here.
+
+        Raises:
+            DamagedBlockError: it has not.
+        """
+        return self._load(key, memoryview(bytearray(self.layout.nbytes)))
+
     def _load(self, key: bytes, payload: memoryview) -> bool:
         proof = self._memory.recall(key)
-        recalled = proof is not None
-        if proof is None and self._verify == "full":
+        if proof is None:
+            proof = self._proof(key)
+        if proof is None:
+            return False
+        try:
+            self._read_payload(key, payload, proof)
+        except DamagedBlockError:
+            # Another engine may have replaced or removed the block meanwhile.
             proof = self._proof(key)
             if proof is None:
                 return False
-        try:
-            found = self._read_payload(key, payload, proof)
-        except DamagedBlockError:
-            if self._verify == "payload" and not recalled:
-                raise
-            # Another engine may have replaced the block between its two files.
-            proof = self._proof(key)
-            found = proof is not None and self._read_payload(key, payload, proof)
-        if found:
-            self._memory.note_loaded(key)
-        return found
+            self._read_payload(key, payload, proof)
+        self._memory.note_loaded(key)
+        return True
 
-    def _read_payload(self, key: bytes, payload: memoryview, proof: int | None) -> bool:
-        """Read the chunk; True if it holds, False if it is absent and nothing proved it."""
+    def _read_payload(self, key: bytes, payload: memoryview, proof: int) -> None:
+        """Read the chunk, which must be the one that the document vouches for."""
         path = f"{self._block(key)}/{self._format.chunk_name}"
+        place = self._filesystem.place(path)
         trailer = bytearray(TRAILER_BYTES)
         length = self._filesystem.read_into(path, [payload, memoryview(trailer)])
-        place = self._filesystem.place(path)
         if length is None:
-            if proof is None:
-                return False
             raise DamagedBlockError(place, "the document is there, the chunk is missing")
         expected = payload.nbytes + TRAILER_BYTES
         if length != expected:
@@ -280,12 +288,10 @@ class BlockStore:
         crc = checksum(payload)
         recorded = int.from_bytes(trailer, "little")
         for name, vouched in (("the chunk", recorded), ("the document", proof)):
-            if vouched not in (None, crc):
+            if vouched != crc:
                 raise DamagedBlockError(
-                    place,
-                    f"crc32c: {name} says {vouched:08x}, the bytes give {crc:08x}",
+                    place, f"crc32c: {name} says {vouched:08x}, the bytes give {crc:08x}"
                 )
-        return True
 
     def _publish(self, key: bytes, payload: memoryview, *, replace: bool) -> None:
         crc = checksum(payload)
@@ -302,7 +308,7 @@ class BlockStore:
                 raise
             # Somebody removed the folders above; put the documents back, or fail.
             self._memory.forget_fan_outs()
-            self._namespace.compare()
+            self._namespace.claim()
             self._ensure_fan_out(key)
             self._filesystem.publish(self._block(key), files, replace=replace)
 
@@ -319,8 +325,5 @@ class BlockStore:
         logger.warning("damaged block, to be repaired by its next store: %s", error)
 
 
-def _require_choice(name: str, found: object, choices: tuple[str, ...]) -> None:
-    if found not in choices:
-        raise InvalidInputError(
-            f"{name}: expected one of {', '.join(map(repr, choices))}, found {found!r}"
-        )
+class _Absent(Exception):
+    """Ends the filling of a buffer: there is no block."""

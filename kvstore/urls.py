@@ -26,11 +26,10 @@ def safe_url(url: str) -> str:
     protocol, separator, rest = url.partition("://")
     if not separator or (protocol.lower() in _LOCAL and rest.startswith("/")):
         return url
-    rest = rest.split("?", 1)[0]
-    host = rest.split("/", 1)[0]
+    host = re.split("[/?]", rest, maxsplit=1)[0]
     if "@" in rest and (":" in host or "@" in host):
         rest = "***@" + rest.rpartition("@")[2]
-    return f"{protocol}://{rest}"
+    return f"{protocol}://{rest.split('?', 1)[0]}"
 
 
 def parse_url(url: str | os.PathLike[str]) -> tuple[str, str]:
@@ -52,8 +51,10 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str]:
         )
     protocol, separator, path = text.partition("://")
     if (separator and not protocol) or _ONE_SLASH.match(text):
+        scheme = text.partition(":")[0]
         raise InvalidInputError(
-            f"url: expected protocol://…, or a path without a protocol, found {shown!r}"
+            "url: expected protocol://…, or a path without a protocol, found one that "
+            f"begins with {scheme + ':'!r} and has not two slashes there"
         )
     if not separator:
         return "file", "file://" + _local_root(text, shown)
@@ -74,6 +75,11 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str]:
         raise InvalidInputError(
             f"url: expected a bucket ({protocol}://bucket/folder), found {shown!r}. "
             "Credentials belong in storage_options or the environment."
+        )
+    if parts and re.search(":[^@]*@", parts[0]):
+        raise InvalidInputError(
+            f"url: expected no password, found {shown!r}. Credentials belong in "
+            "storage_options or the environment."
         )
     if {".", ".."} & set(parts):
         raise InvalidInputError(f"url: expected no '.' or '..' in {shown!r}")

@@ -1,8 +1,9 @@
 """`bfloat16` for zarr-python, which has no such type of its own.
 
-zarr-python finds the class through entry points, so that any tool built on it opens a
-bfloat16 block wherever this package is installed; tensorstore and zarrs read the type
-natively. Values are NumPy arrays of `ml_dtypes.bfloat16`.
+zarr-python finds the class through entry points, so that any tool built on it reads
+bfloat16 blocks where this package is installed. zarr 3.1 looks there only when it opens a
+group: to open a block directly, import this module first. tensorstore and zarrs read the
+type natively. Values are NumPy arrays of `ml_dtypes.bfloat16`.
 """
 
 from __future__ import annotations

@@ -124,13 +124,8 @@ def fake_gcs(folder: Path) -> Iterator[Server]:
         return _status(port, "POST", "/storage/v1/b", bucket) in MADE
 
     reach = {"endpoint_url": endpoint, "token": "anon", "project": "test"}
-    # gcsfs asks over gRPC which kind of bucket it has, before each call. No plain HTTP
-    # server answers that, and gcsfs would go on asking for a minute.
-    patience = {"retry_timeout": 0}
     with start([program, *options], folder=folder, ready=ready):
-        yield Server(
-            url=f"gs://{BUCKET}", storage_options=reach | patience, endpoint=endpoint
-        )
+        yield Server(url=f"gs://{BUCKET}", storage_options=reach, endpoint=endpoint)
 
 
 @contextmanager

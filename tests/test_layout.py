@@ -68,6 +68,7 @@ OTHER: dict[str, Any] = {
     "layer_names": ("b", "a"),
     "tokens_per_block": 32,
     "page_bytes": 1024,
+    "tensors_digest": "0123456789ab",
 }
 OPTIONAL = ("packing", "backend", "runner", "kv_cache_layout", "tokens_per_block")
 

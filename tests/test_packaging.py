@@ -37,6 +37,7 @@ ORDER = [
     "kvstore.store",
     "kvstore.__init__",
     "kvstore.jobs",
+    "kvstore.tensors",
     "kvstore.rows",
     "kvstore.zarr_dtype",
     "kvstore.testing",

@@ -16,13 +16,8 @@ from strategies import unhurried
 from kvstore.errors import InvalidInputError
 from kvstore.layout import KV_CACHE_LAYOUTS, Layout
 from kvstore.packing import values
-from kvstore.rows import (
-    TOKEN_KV_BACKENDS,
-    LayerTensor,
-    logical_dtype,
-    named_layout,
-    worker_layout,
-)
+from kvstore.rows import TOKEN_KV_BACKENDS, named_layout, worker_layout
+from kvstore.tensors import LayerTensor, logical_dtype
 
 ORDERS = sorted(KV_CACHE_LAYOUTS)
 UNPACKED = ("LBHNC", "LBNHC")

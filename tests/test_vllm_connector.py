@@ -3,6 +3,7 @@
 import copy
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvstore import InvalidInputError
-from kvstore.rows import LayerTensor
+from kvstore.tensors import LayerTensor
 from kvstore.vllm import KVStoreConnector, KVStoreTier
 from kvstore.vllm.connector import inject_tier
 from kvstore.vllm.host_worker import HostWorker, KVStoreOffloadingSpec
@@ -81,7 +82,7 @@ class TestOptions:
         ("extra", "message"),
         [
             ({}, "url: expected a value"),
-            ({"url": "kv", "verfy": "full"}, "Did you mean 'verify'"),
+            ({"url": "kv", "thread": 8}, "Did you mean 'threads'"),
             ({"url": "kv", "cpu_bytes_to_us": 1}, "Did you mean 'cpu_bytes_to_use'"),
             ({"url": "kv", "kv_heads": 3}, "unknown option 'kv_heads'"),
             ({"url": "kv", "io_timeout": "30"}, "io_timeout: expected float, found '30'"),
@@ -205,6 +206,44 @@ class TestHandshake:
         assert layouts[0].axes == ("byte",)
         assert layouts[0].differences(layouts[1]) == ()
 
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"strides": (24576, 128, 1536, 1)},
+            {"backend": "FLASH_ATTN (rocm_aiter_fa.AiterFlashAttentionBackend)"},
+            {"dtype": "float32"},
+            {"isa": "amx"},
+        ],
+        ids=["strides", "backend", "dtype", "isa"],
+    )
+    def test_opaque_rows_are_told_apart_by_every_tensor(
+        self, change: dict[str, Any]
+    ) -> None:
+        """Two groups take turns, and only a layer of the second is another."""
+        groups = ((0, 16, LAYERS[:6]), (1, 16, LAYERS[6:]))
+        config = offloading_config(groups=groups)
+        plain = tensors()
+        changed = replace(
+            plain, layers=(*plain.layers[:-1], replace(plain.layers[-1], **change))
+        )
+        ours, theirs = (engine_layout([told], config, "v2") for told in (plain, changed))
+        assert ours.axes == theirs.axes == ("byte",)
+        assert [d.field for d in ours.differences(theirs)] == ["tensors_digest"]
+
+    def test_the_size_of_the_cache_is_not_the_layout(self) -> None:
+        config = offloading_config()
+        small = tensors(backend="MYSTERY")
+        large = replace(
+            small,
+            num_blocks=200,
+            layers=tuple(
+                replace(t, shape=(200, *t.shape[1:]), offset=2 * t.offset, storage=9)
+                for t in small.layers
+            ),
+        )
+        ours, theirs = (engine_layout([told], config, "v2") for told in (small, large))
+        assert ours.differences(theirs) == ()
+
     def test_unknown_backend_is_opaque(self) -> None:
         layout = engine_layout([tensors(backend="MYSTERY")], offloading_config(), "v2")
         assert layout.axes == ("byte",)
@@ -226,6 +265,8 @@ def model_config(**changes: Any) -> Any:
         "disable_sliding_window": False,
         "hf_config": SimpleNamespace(),
         "hf_text_config": SimpleNamespace(to_dict=lambda: dict(text)),
+        "max_model_len": 4096,
+        "seed": 0,
     } | changes
     return SimpleNamespace(
         model_config=SimpleNamespace(**model),
@@ -233,6 +274,9 @@ def model_config(**changes: Any) -> Any:
             kv_cache_dtype_skip_layers=[], prefix_caching_hash_algo="sha256"
         ),
         load_config=SimpleNamespace(load_format="auto"),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
         speculative_config=None,
     )
 
@@ -251,13 +295,29 @@ class TestKnownIdentity:
             {"text": {"rope_parameters": {"rope_theta": 1e6}}},
             {"quantization": "fp8"},
             {"dtype": "float16"},
+            {"code_revision": "b" * 40},
+            {"model_impl": "transformers"},
         ],
-        ids=["RoPE", "quantization", "dtype"],
+        ids=["RoPE", "quantization", "dtype", "code", "implementation"],
     )
     def test_what_changes_values_changes_the_digest(self, changes: dict[str, Any]) -> None:
         plain = known_identity(model_config(revision=self.COMMIT))
         other = known_identity(model_config(revision=self.COMMIT, **changes))
         assert plain["model_config_digest"] != other["model_config_digest"]
+
+    def test_length_counts_where_positions_are_scaled_by_it(self) -> None:
+        def digest(**changes: Any) -> str:
+            config = model_config(revision=self.COMMIT, **changes)
+            return known_identity(config)["model_config_digest"]
+
+        scaled = {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0]}}
+        assert digest() == digest(max_model_len=8192)
+        assert digest(text=scaled) != digest(text=scaled, max_model_len=8192)
+
+    def test_a_models_place_in_the_hubs_cache_is_its_name(self) -> None:
+        place = f"/home/me/hub/models--org--model/snapshots/{self.COMMIT}"
+        known = known_identity(model_config(model=place))
+        assert (known["model_name"], known["revision"]) == ("org/model", self.COMMIT)
 
     def test_what_does_not_does_not(self) -> None:
         plain = known_identity(model_config(revision=self.COMMIT))

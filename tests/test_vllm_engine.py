@@ -184,7 +184,7 @@ def test_the_bare_tier_beside_another(tmp_path: Path, cold: list[Answer]) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"verfy": "full"}, "unknown option 'verfy'. Did you mean 'verify'?"),
+        ({"thread": 8}, "unknown option 'thread'. Did you mean 'threads'?"),
         ({"url": "/proc/kv"}, "StorageError: cannot write below file:///proc/kv"),
     ],
     ids=["misspelt option", "unwritable place"],

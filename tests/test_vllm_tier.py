@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from specs import LAYERS, Rows, Spec, look_up, make_tier, offloading_config, run_job
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, make_offload_key
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
@@ -21,6 +23,13 @@ from kvstore.vllm import KVStoreTier
 from kvstore.vllm.versions import supports
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
+
+
+@pytest.fixture(autouse=True)
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A platform whose attention keeps tokens and values apart."""
+    platform = SimpleNamespace(is_cpu=lambda: False, fp8_dtype=current_platform.fp8_dtype)
+    monkeypatch.setattr("kvstore.vllm.layout.current_platform", platform)
 
 
 @pytest.fixture
@@ -286,7 +295,8 @@ class TestJobs:
         assert set(threading.enumerate()) > before
         tier.shutdown()
         assert set(threading.enumerate()) == before
-        assert not hasattr(tier, "_primary_kv_view")
+        assert tier._primary_kv_view.nbytes == 0
+        tier.shutdown()  # twice is once
 
 
 class TestRefusedAtStart:
@@ -294,8 +304,12 @@ class TestRefusedAtStart:
         ("options", "message"),
         [
             ({}, "url: expected a value"),
-            ({"url": "kv", "verfy": "full"}, "Did you mean 'verify'"),
-            ({"url": "kv", "verify": "maybe"}, "verify: expected one of"),
+            ({"url": "kv", "thread": 8}, "Did you mean 'threads'"),
+            ({"url": "kv", "on_mismatch": "maybe"}, "on_mismatch: expected one of"),
+            (
+                {"url": "kv", "io_timeout": 1e12},
+                "io_timeout: expected more than 0, at most",
+            ),
             ({"url": "kv", "threads": "8"}, "threads: expected int, found '8'"),
             ({"url": "kv", "threads": True}, "threads: expected int, found True"),
             ({"url": "kv", "threads": 0}, "threads: expected more than 0"),
@@ -312,6 +326,12 @@ class TestRefusedAtStart:
     ) -> None:
         monkeypatch.chdir(tmp_path)
         with pytest.raises(InvalidInputError, match=message):
+            make_tier(Rows(offloading_config()), options)
+
+    def test_heads_on_the_cpu_platform(self, tmp_path: Path, monkeypatch: Any) -> None:
+        monkeypatch.setattr("kvstore.vllm.layout.current_platform.is_cpu", lambda: True)
+        options = {"url": str(tmp_path), "kv_heads": 12, "head_size": 64}
+        with pytest.raises(InvalidInputError, match="expected neither on the CPU platform"):
             make_tier(Rows(offloading_config()), options)
 
     def test_unwritable_place(self) -> None:

@@ -11,6 +11,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_layers_from_vllm_config
@@ -28,6 +29,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvstore.errors import InvalidInputError
+from kvstore.filesystem import Filesystem
 from kvstore.records import refuse_unknown
 from kvstore.vllm.host_worker import KVStoreOffloadingSpec
 from kvstore.vllm.identity import known_identity, offloading_identity
@@ -91,6 +93,8 @@ class KVStoreConnector(OffloadingConnector):
                 "would be missing"
             )
         inject_tier(vllm_config)
+        if role is KVConnectorRole.SCHEDULER:
+            probe_tiers(vllm_config)
         self._workers: WorkerTensors | None = None
         super().__init__(vllm_config, role, kv_cache_config)
 
@@ -107,11 +111,7 @@ class KVStoreConnector(OffloadingConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Note what the engine's tensors are, then give them to vLLM's worker."""
         config = self._kv_cache_config
-        specs = {
-            name: spec
-            for group in config.kv_cache_groups
-            for name, spec in zip(group.layer_names, layer_specs(group), strict=True)
-        }
+        specs = layer_specs(config)
         layers = get_layers_from_vllm_config(
             self._vllm_config,
             AttentionLayerBase,
@@ -146,7 +146,17 @@ class KVStoreConnector(OffloadingConnector):
         Raises:
             KVStoreError: the engine cannot use the URL, or must not.
         """
-        told = [m for m in metadata.values() if isinstance(m, WorkerTensors)]
+        try:
+            self._open([m for m in metadata.values() if isinstance(m, WorkerTensors)])
+        except BaseException:
+            # vLLM ends the engine without a shutdown, and the CPU tier's memory would
+            # outlive it: its file has a name until someone removes it.
+            engine_id = self._vllm_config.kv_transfer_config.engine_id
+            self.shutdown()
+            Path(f"/dev/shm/vllm_offload_{engine_id}.mmap").unlink(missing_ok=True)
+            raise
+
+    def _open(self, told: list[WorkerTensors]) -> None:
         offloading = build_offloading_config(self._vllm_config, self._kv_cache_config)
         expected = offloading.parallel.world_size
         if len({worker.rank for worker in told}) != expected:
@@ -200,6 +210,23 @@ def inject_tier(vllm_config: VllmConfig) -> None:
     transfer.kv_connector_extra_config = theirs
 
 
+def probe_tiers(vllm_config: VllmConfig) -> None:
+    """Prove that each kvstore URL can be used, before the engine allocates anything.
+
+    Raises:
+        KVStoreError: one cannot.
+    """
+    for tier in vllm_config.kv_transfer_config.kv_connector_extra_config["secondary_tiers"]:
+        if tier.get("type") == ConnectorTier.__name__:
+            names = tier.keys() - {"type", "module_path"}
+            options = TierOptions.parse({n: tier[n] for n in names}, where="kvstore")
+            Filesystem(
+                options.url, options.storage_options, timeout=options.io_timeout
+            ).probe()
+
+
 def _primary_bytes() -> int:
-    """At most half of what shared memory has left."""
-    return min(DEFAULT_PRIMARY_BYTES, shutil.disk_usage("/dev/shm").free // 2)
+    """At most half of shared memory: of all of it, so that every process of the engine
+    finds the same number.
+    """
+    return min(DEFAULT_PRIMARY_BYTES, shutil.disk_usage("/dev/shm").total // 2)

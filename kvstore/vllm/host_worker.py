@@ -44,7 +44,11 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        return HostWorker(kv_caches, region, self.blocks_per_chunk)
+        try:
+            return HostWorker(kv_caches, region, self.blocks_per_chunk)
+        except BaseException:
+            region.cleanup()
+            raise
 
 
 class HostWorker(OffloadingWorker):

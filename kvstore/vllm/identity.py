@@ -30,6 +30,15 @@ _VOLATILE = frozenset(
 )
 """Fields of a model's config that say where it came from, not what it computes."""
 
+_MODEL_FACTS = ("code_revision", "model_impl", "hf_config_path", "config_format")
+_CACHE_FACTS = ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
+
+_LENGTH_MATTERS = ("longrope", "long_factor", "llama4", "attn_scale")
+"""Models whose positions are scaled by how long a request may be."""
+
+_SNAPSHOT = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
+"""Where the hub's cache keeps one commit of a model."""
+
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -60,27 +69,27 @@ def offloading_identity(
         replicated_layout=offloading.replicated_layout,
         canonical_format=canonical,
     )
-    return Config(
-        model_name=offloading.model.name,
-        dtype=dtype or offloading.model.dtype,
-        tokens_per_hash=offloading.cache.tokens_per_hash,
-        blocks_per_file=offloading.cache.blocks_per_chunk,
-        kv_cache_groups=tuple(
+    fields: dict[str, Any] = {
+        "model_name": offloading.model.name,
+        "dtype": dtype or offloading.model.dtype,
+        "tokens_per_hash": offloading.cache.tokens_per_hash,
+        "blocks_per_file": offloading.cache.blocks_per_chunk,
+        "kv_cache_groups": tuple(
             Group(
                 tokens_per_block=group.tokens_per_block,
                 layer_names=tuple(group.layer_names),
             )
             for group in offloading.groups
         ),
-        tp_size=parallel.tp_size,
-        pp_size=parallel.pp_size,
-        pcp_size=parallel.pcp_size,
-        dcp_size=parallel.dcp_size,
-        parallel_agnostic=agnostic,
-        replicated_layout=offloading.replicated_layout,
-        canonical_format=canonical,
-        **(known or {}),
-    )
+        "tp_size": parallel.tp_size,
+        "pp_size": parallel.pp_size,
+        "pcp_size": parallel.pcp_size,
+        "dcp_size": parallel.dcp_size,
+        "parallel_agnostic": agnostic,
+        "replicated_layout": offloading.replicated_layout,
+        "canonical_format": canonical,
+    }
+    return Config(**fields | dict(known or {}))
 
 
 def known_identity(vllm_config: VllmConfig) -> dict[str, str]:
@@ -95,6 +104,11 @@ def known_identity(vllm_config: VllmConfig) -> dict[str, str]:
         "prefix_hash": _prefix_hash(vllm_config),
     }
     commit = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    if snapshot := _SNAPSHOT.search(model.model):
+        # Offline, vLLM names a model by its place in the hub's cache on this machine.
+        known["model_name"] = snapshot["name"].replace("--", "/")
+        known["revision"] = snapshot["commit"]
+        return known
     if (digest := weights_digest(Path(model.model))) is not None:
         known["weights_digest"] = digest
     elif commit is not None:
@@ -113,18 +127,36 @@ def known_identity(vllm_config: VllmConfig) -> dict[str, str]:
 def _model_config_digest(vllm_config: VllmConfig) -> str:
     """Digest of what the model computes, RoPE and overrides included."""
     model = vllm_config.model_config
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     speculative = vllm_config.speculative_config
-    facts = {
-        "text_config": _stable(model.hf_text_config.to_dict()),
+    text_config = model.hf_text_config.to_dict()
+    facts: dict[str, Any] = {
+        "text_config": _stable(text_config),
+        "quantization": [model.quantization, getattr(model, "quantization_config", None)],
+        "checkpoint_quantization": getattr(model.hf_config, "quantization_config", None),
         "dtype": str(model.dtype),
-        "quantization": model.quantization,
         "load_format": str(vllm_config.load_config.load_format),
-        "skip_layers": list(vllm_config.cache_config.kv_cache_dtype_skip_layers),
+        "loader": getattr(vllm_config.load_config, "model_loader_extra_config", None),
+        "skip_layers": list(cache.kv_cache_dtype_skip_layers),
         "sliding_window": not model.disable_sliding_window,
         "draft_model": speculative and str(speculative.model),
     }
-    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), default=str)
+    for config, names in ((model, _MODEL_FACTS), (cache, _CACHE_FACTS)):
+        facts |= {name: str(getattr(config, name, None)) for name in names}
+    if any(word in json.dumps(text_config, default=str) for word in _LENGTH_MATTERS):
+        facts["max_model_len"] = model.max_model_len
+    if str(vllm_config.load_config.load_format) == "dummy":
+        facts["seed"] = model.seed
+    if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
+        facts["interleave"] = getattr(parallel, "cp_kv_cache_interleave_size", None)
+    text = json.dumps(_stable(facts), sort_keys=True, separators=(",", ":"), default=_named)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _named(value: object) -> str:
+    """A value that JSON has no form for, without the address that `str` may give."""
+    text = str(value)
+    return type(value).__qualname__ if " at 0x" in text else text
 
 
 def _stable(value: Any) -> Any:

@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+    get_offloading_group_ids,
+)
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvstore.errors import InvalidInputError
 from kvstore.layout import Layout, canonical_kv_cache_layout
-from kvstore.rows import LayerTensor, logical_dtype, named_layout, worker_layout
+from kvstore.rows import named_layout, worker_layout
+from kvstore.tensors import LayerTensor, logical_dtype, tensors_digest
 from kvstore.vllm.options import TierOptions
 
 if TYPE_CHECKING:
     import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 
@@ -69,6 +74,7 @@ def engine_layout(
             kv_cache_layout=first.kv_cache_layout,
             layer_names=first.layer_names,
             tokens_per_block=first.tokens_per_block,
+            tensors_digest=tensors_digest(workers[0].layers, sharded=False),
         )
     for worker, layout in zip(workers[1:], layouts[1:], strict=True):
         differences = [
@@ -90,10 +96,15 @@ def engine_layout(
     )
 
 
-def layer_specs(group: Any) -> list[Any]:
-    """The KV-cache spec of each of a group's layers."""
-    specs = list(iter_layer_specs(group.kv_cache_spec))
-    return specs if len(specs) == len(group.layer_names) else specs * len(group.layer_names)
+def layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+    """The KV-cache spec of each offloaded layer, in the order of vLLM's own worker."""
+    specs: dict[str, Any] = {}
+    for group_id in get_offloading_group_ids(kv_cache_config):
+        group = kv_cache_config.kv_cache_groups[group_id]
+        each = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        for name in group.layer_names:
+            specs[name] = each.get(name, group.kv_cache_spec)
+    return specs
 
 
 def layer_tensor(
@@ -183,10 +194,16 @@ def bare_layout(offloading: OffloadingConfig, nbytes: int, options: TierOptions)
         return Layout.of_bytes(
             nbytes,
             dtype=dtype,
-            reason="kv_heads and head_size are not set, and the tier cannot see them",
+            reason="a bare tier sees no tensors, and its options or vLLM name no order",
             kv_cache_layout=resolved,
             layer_names=names,
             tokens_per_block=offloading.groups[0].tokens_per_block,
+        )
+    if current_platform.is_cpu():
+        raise InvalidInputError(
+            "kv_heads, head_size: expected neither on the CPU platform, whose attention "
+            "writes tiles of its own inside each head. Leave them out, or use "
+            "KVStoreConnector, which sees the tiles"
         )
     if None in given or len(offloading.groups) != 1 or offloading.canonical_layout:
         raise InvalidInputError(

@@ -31,6 +31,10 @@ VLLM_OPTIONS = frozenset(
 """What vLLM's own offloading reads from `kv_connector_extra_config`."""
 
 
+MAX_NUMBER = 86_400
+"""More seconds, threads, heads or values than any engine has a use for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierOptions(Record):
     """Options of a tier; docs/configuration.md is checked against this.
@@ -38,8 +42,6 @@ class TierOptions(Record):
     Attributes:
         url: where the blocks go: any fsspec URL, or a bare local path.
         storage_options: what the URL's fsspec filesystem takes, e.g. `endpoint_url`.
-        verify: `full` proves key, layout and bytes of every block; `payload` proves
-            length and checksum only.
         on_mismatch: `reject` stops the engine when another layout is recorded under the
             URL; `isolate` gives this layout a namespace of its own.
         threads: blocks that are transferred at once.
@@ -52,7 +54,6 @@ class TierOptions(Record):
 
     url: str
     storage_options: dict[str, Any] | None = None
-    verify: str = "full"
     on_mismatch: str = "reject"
     threads: int = 8
     io_timeout: float = 30.0
@@ -63,7 +64,6 @@ class TierOptions(Record):
     def __post_init__(self) -> None:
         """Refuse values that could not work."""
         for name, choices in (
-            ("verify", ("full", "payload")),
             ("on_mismatch", ("reject", "isolate")),
             ("locality", (None, "LOCAL", "REMOTE")),
         ):
@@ -73,8 +73,10 @@ class TierOptions(Record):
                 )
         for name in ("threads", "io_timeout", "kv_heads", "head_size"):
             value = getattr(self, name)
-            if value is not None and not value > 0:  # NaN is not either
-                raise InvalidInputError(f"{name}: expected more than 0, found {value}")
+            if value is not None and not 0 < value <= MAX_NUMBER:  # nor is NaN
+                raise InvalidInputError(
+                    f"{name}: expected more than 0, at most {MAX_NUMBER}, found {value}"
+                )
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], *, where: str) -> TierOptions:

@@ -12,7 +12,7 @@ safe for threads and fixed once `_open` has run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -39,6 +39,7 @@ from kvstore.errors import DamagedBlockError, InvalidInputError, StorageError
 from kvstore.jobs import Job, JobRunner, Operation, Outcome
 from kvstore.layout import Layout
 from kvstore.store import BlockStore
+from kvstore.urls import safe_url
 from kvstore.vllm.identity import offloading_identity
 from kvstore.vllm.layout import bare_layout, row_bytes
 from kvstore.vllm.options import TierOptions
@@ -49,6 +50,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
 logger = logging.getLogger(__name__)
+
+
+QUEUE_TIMEOUTS = 4
+"""How many times `io_timeout` a block may wait for its turn before it is given up."""
 
 
 class KVStoreTier(SecondaryTierManager):
@@ -94,12 +99,18 @@ class KVStoreTier(SecondaryTierManager):
         self._jobs = JobRunner(
             self._transfer,
             threads=self.options.threads,
-            deadline=self.options.io_timeout,
+            deadline=QUEUE_TIMEOUTS * self.options.io_timeout,
             name=f"kvstore-{tier_type}",
         )
         self._lookups = _Lookups(self._contains, self.options, tier_type)
 
     def _open_stores(self) -> None:
+        logger.warning(
+            "kvstore: a bare tier cannot see weights, revision, RoPE, hash seed, attention "
+            "backend or packing, so engines that differ in these must not share %s. "
+            "KVStoreConnector sees and compares them.",
+            safe_url(self.options.url),
+        )
         offloading = self._offloading_spec.config
         layout = bare_layout(offloading, self._row_bytes, self.options)
         self.open(offloading_identity(offloading, layout), layout)
@@ -123,7 +134,6 @@ class KVStoreTier(SecondaryTierManager):
                 layout,
                 group=group.group_id,
                 storage_options=options.storage_options,
-                verify=options.verify,  # type: ignore[arg-type]  # checked by TierOptions
                 on_mismatch=options.on_mismatch,  # type: ignore[arg-type]  # likewise
                 timeout=options.io_timeout,
                 provenance={
@@ -199,19 +209,17 @@ class KVStoreTier(SecondaryTierManager):
         """
         self._lookups.shutdown()
         self._jobs.shutdown()
-        del self._rows, self._primary_kv_view
+        self._rows = np.empty((0, 0), np.uint8)
+        self._primary_kv_view = memoryview(b"")
 
     # ---- worker threads
 
     def _contains(self, key: bytes) -> bool:
+        """Whether a block is there. Raises `StorageError` where storage cannot tell."""
         store = self.stores.get(get_offload_group_idx(OffloadKey(key)))
         if store is None:
             return False
-        try:
-            return store.contains(key)
-        except StorageError as error:
-            logger.warning("lookup failed, taken as a miss for this request: %s", error)
-            return False
+        return store.contains(key)
 
     def _transfer(self, operation: Operation, key: bytes, slot: int) -> bool:
         """One key of a job. Failures are told in the log and to vLLM, never raised."""
@@ -240,6 +248,7 @@ class _Lookups(AsyncLookupManager):
     ) -> None:
         self._contains = contains
         self._timeout = options.io_timeout
+        self._stopping = False
         self._probes = ThreadPoolExecutor(options.threads, f"kvstore-lookup-{tier_type}")
         super().__init__(tier_type)
 
@@ -248,19 +257,47 @@ class _Lookups(AsyncLookupManager):
     ) -> Iterable[bool]:
         """Whether each key is there. Called from the lookup thread.
 
-        What storage has not told within `io_timeout` is a miss for this request.
+        What storage could not tell, or not within `io_timeout`, is a miss for this
+        request, and for no other.
         """
+        if self._stopping:
+            return [False] * len(keys)
         probes = [self._probes.submit(self._contains, key) for key in keys]
         done, late = wait(probes, self._timeout)
-        if late:
-            logger.warning(
-                "%d of %d lookups took too long, taken as misses", len(late), len(keys)
-            )
         for probe in late:
             probe.cancel()
-        return [probe in done and probe.result() for probe in probes]
+        failed = [probe.exception() for probe in done if not probe.cancelled()]
+        failed = [error for error in failed if error is not None]
+        if late or failed:
+            logger.warning(
+                "%d of %d lookups failed and %d took too long, taken as misses for this "
+                "request; the first: %s",
+                len(failed),
+                len(keys),
+                len(late),
+                failed[0] if failed else "no answer",
+            )
+        return [
+            probe in done
+            and not probe.cancelled()
+            and probe.exception() is None
+            and probe.result()
+            for probe in probes
+        ]
+
+    def mark_miss(self, keys: Collection[OffloadKey]) -> None:
+        """As vLLM 0.33 has it: a probe that is under way will tell for itself."""
+        super().mark_miss(
+            [
+                key
+                for key in keys
+                if (state := self._lookup_state.get(key)) is not None
+                and state.result is not None
+            ]
+        )
 
     def shutdown(self) -> None:
-        """End the lookup thread, then the probes."""
+        """Give up what waits, then end the lookup thread."""
+        self._stopping = True
+        self._probes.shutdown(wait=False, cancel_futures=True)
         super().shutdown()
-        self._probes.shutdown(cancel_futures=True)
