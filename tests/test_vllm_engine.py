@@ -150,10 +150,12 @@ def test_another_recorded_layout_stops_the_engine(copy: Path) -> None:
     layout = recorded["attributes"]["kvstore"]["layout"]
     layout |= {"axes": ["head", "layer", "packed"], "shape": [3, 30, 4096], "runner": "v2"}
     document.write_text(json.dumps(recorded))
+    before = set(Path("/dev/shm").glob("vllm_offload_*"))
     with pytest.raises(EngineFailed) as caught:
         ask(connector(str(copy)))
     message = str(caught.value)
     assert "LayoutMismatchError" in message
+    assert set(Path("/dev/shm").glob("vllm_offload_*")) <= before
     assert "axes: expected ('layer', 'head', 'packed'), found ('head', 'layer'" in message
     assert "runner: expected 'v1', found 'v2'" in message
     [answer] = ask(connector(str(copy), on_mismatch="isolate"))

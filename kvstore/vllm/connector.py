@@ -152,7 +152,10 @@ class KVStoreConnector(OffloadingConnector):
             # vLLM ends the engine without a shutdown, and the CPU tier's memory would
             # outlive it: its file has a name until someone removes it.
             engine_id = self._vllm_config.kv_transfer_config.engine_id
-            self.shutdown()
+            try:
+                self.shutdown()
+            except Exception:  # the error that is being raised says why
+                logger.exception("shutdown after a refused start failed")
             Path(f"/dev/shm/vllm_offload_{engine_id}.mmap").unlink(missing_ok=True)
             raise
 
