@@ -39,6 +39,7 @@ from kvstore import (
     StorageError,
     StorageTimeoutError,
 )
+from kvstore.filesystem import MAX_TIMEOUT
 from kvstore.jobs import LOADS_PER_STORE
 from kvstore.layout import AXES, ITEM_BYTES, KV_CACHE_LAYOUTS
 from kvstore.memory import Memory
@@ -465,6 +466,8 @@ def test_numbers_are_the_codes() -> None:
     assert damage in page("docs/architecture.md")
     assert damage in page("docs/errors.md")
     assert f"after\n   {LOADS_PER_STORE} loads a store" in page("docs/architecture.md")
+    assert f"{Memory.LIMIT:,} answers" in page("docs/backends.md")
+    assert f"a number above {MAX_TIMEOUT:,}." in page("docs/configuration.md")
     assert f"{Memory.LIMIT:,} keys" in page(
         "docs/decisions/0003-contains-reads-the-document.md"
     )
