@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec, OffloadingWorker
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
-from kvstore import InvalidInputError
+from kvstore import InvalidInputError, Layout
 from kvstore.tensors import LayerTensor
 from kvstore.vllm import KVStoreConnector, KVStoreTier
 from kvstore.vllm.connector import inject_tier
@@ -186,6 +186,25 @@ class TestHandshake:
         assert layout.layer_names == LAYERS
         with pytest.raises(InvalidInputError, match="workers 0 and 1"):
             engine_layout([stages[0], tensors(1, LAYERS[5:])], config, "v1")
+
+    def test_opaque_stages_count_with_all_their_tensors(self) -> None:
+        config = offloading_config(
+            pp_size=2, world_size=2, worker_kv_bytes_per_block=589_824 // 2
+        )
+
+        def layout(second: str) -> Layout:
+            stages = [
+                tensors(rank, LAYERS[6 * rank : 6 * rank + 6], backend="MYSTERY")
+                for rank in range(2)
+            ]
+            last = replace(stages[1].layers[-1], dtype=second)
+            stages[1] = replace(stages[1], layers=(*stages[1].layers[:-1], last))
+            return engine_layout(stages, config, "v1")
+
+        assert layout("float16").axes == ("byte",)
+        assert layout("float16").differences(layout("float16")) == ()
+        [difference] = layout("float16").differences(layout("int16"))
+        assert difference.field == "tensors_digest"
 
     def test_canonical_rows_are_bytes(self) -> None:
         """The workers' pages are joined, so their own order is not the row's."""

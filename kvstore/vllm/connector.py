@@ -93,8 +93,8 @@ class KVStoreConnector(OffloadingConnector):
                 "would be missing"
             )
         inject_tier(vllm_config)
-        if role is KVConnectorRole.SCHEDULER:
-            probe_tiers(vllm_config)
+        if role is KVConnectorRole.WORKER and vllm_config.parallel_config.rank == 0:
+            probe_tiers(vllm_config)  # the first connector that an engine builds
         self._workers: WorkerTensors | None = None
         super().__init__(vllm_config, role, kv_cache_config)
 
@@ -214,7 +214,7 @@ def inject_tier(vllm_config: VllmConfig) -> None:
 
 
 def probe_tiers(vllm_config: VllmConfig) -> None:
-    """Prove that each kvstore URL can be used, before the engine allocates anything.
+    """Prove that each kvstore URL can be used, before any shared memory is mapped.
 
     Raises:
         KVStoreError: one cannot.

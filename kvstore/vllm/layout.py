@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -80,16 +81,21 @@ def engine_layout(
         differences = [
             str(difference)
             for difference in first.differences(layout)
-            if difference.field != "layer_names"  # stages of a pipeline differ in these
+            # Stages of a pipeline differ in these, which are joined below.
+            if difference.field not in ("layer_names", "tensors_digest")
         ]
         if differences:
             raise InvalidInputError(
                 f"workers {workers[0].rank} and {worker.rank} lay out KV differently: "
                 + "; ".join(differences)
             )
-    # Each stage of a pipeline has layers of its own.
     names = dict.fromkeys(name for layout in layouts for name in layout.layer_names)
-    return replace(first, layer_names=tuple(names)).with_workers(
+    digests = list(dict.fromkeys(layout.tensors_digest for layout in layouts))
+    digest = digests[0]
+    if len(digests) > 1:
+        digest = hashlib.sha256("".join(map(str, digests)).encode()).hexdigest()[:12]
+    whole = replace(first, layer_names=tuple(names), tensors_digest=digest)
+    return whole.with_workers(
         nbytes // first.nbytes,
         heads_sharded=offloading.parallel.is_parallelism_agnostic
         and offloading.parallel.world_size == offloading.parallel.tp_size,

@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.tiering.base import (
 )
 
 from kvstore.config import Config
-from kvstore.errors import DamagedBlockError, InvalidInputError, StorageError
+from kvstore.errors import DamagedBlockError, InvalidInputError, KVStoreError
 from kvstore.jobs import Job, JobRunner, Operation, Outcome
 from kvstore.layout import Layout
 from kvstore.store import BlockStore
@@ -234,7 +234,7 @@ class KVStoreTier(SecondaryTierManager):
             store.store(key, row)
         except DamagedBlockError:
             return False  # the store has told the log
-        except StorageError as error:
+        except KVStoreError as error:
             logger.warning("%s failed: %s", operation, error)
             return False
         return True
