@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_PRIMARY_BYTES = 4 << 30
 """Size of the CPU tier where `cpu_bytes_to_use` is not set."""
 
-_MODULE = "kvstore.vllm"
 _TIER_OPTIONS = frozenset(f.name for f in fields(TierOptions)) - {
     "kv_heads",  # the connector sees them
     "head_size",
@@ -100,7 +99,7 @@ class KVStoreConnector(OffloadingConnector):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any) -> Any:
-        """VLLM's metrics. The front-end process asks for them without ever building the
+        """vLLM's metrics. The front-end process asks for them without ever building the
         connector, so the tier is put into the configuration here too.
         """
         inject_tier(vllm_config)
@@ -147,7 +146,8 @@ class KVStoreConnector(OffloadingConnector):
             KVStoreError: the engine cannot use the URL, or must not.
         """
         try:
-            self._open([m for m in metadata.values() if isinstance(m, WorkerTensors)])
+            told = [m for m in metadata.values() if isinstance(m, WorkerTensors)]
+            self._open(sorted(told, key=lambda worker: worker.rank))
         except BaseException:
             # vLLM ends the engine without a shutdown, and the CPU tier's memory would
             # outlive it: its file has a name until someone removes it.

@@ -134,7 +134,7 @@ class KVStoreTier(SecondaryTierManager):
                 layout,
                 group=group.group_id,
                 storage_options=options.storage_options,
-                on_mismatch=options.on_mismatch,  # type: ignore[arg-type]  # likewise
+                on_mismatch=options.on_mismatch,  # type: ignore[arg-type]  # checked by TierOptions
                 timeout=options.io_timeout,
                 provenance={
                     "engine": f"vllm {require_supported()}",
