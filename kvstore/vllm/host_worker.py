@@ -29,7 +29,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
     """vLLM's tiering, with a worker for the CPU platform too."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """VLLM's own worker on an accelerator, `HostWorker` on a CPU."""
+        """vLLM's own worker on an accelerator, `HostWorker` on a CPU."""
         if not current_platform.is_cpu():
             return super().get_worker(kv_caches)
         if self.config.canonical_layout:
