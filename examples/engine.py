@@ -145,6 +145,8 @@ def main(request: Run, target: Path) -> None:
             )
         )
     target.write_text(json.dumps([asdict(answer) for answer in answers]))
+    # An engine core that is only killed leaves its CPU tier's memory behind.
+    engine.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

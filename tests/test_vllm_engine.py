@@ -88,8 +88,10 @@ def assert_reused(warm: Answer, cold: list[Answer]) -> None:
 
 
 def test_restarted_engine_on_a_folder(folder: Path, cold: list[Answer]) -> None:
+    before = set(Path("/dev/shm").glob("vllm_offload_*"))
     [warm] = ask(connector(str(folder)), multiprocessing=True)
     assert_reused(warm, cold)
+    assert set(Path("/dev/shm").glob("vllm_offload_*")) <= before
 
 
 @pytest.mark.parametrize("backend", ["s3", "gcs"])
