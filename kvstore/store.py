@@ -55,8 +55,8 @@ class BlockStore:
 
     Attributes:
         url: the group's URL, which any Zarr tool can open.
-        layout: the blocks' layout; every buffer holds `layout.nbytes` bytes.
-        config: the fields that name the namespace.
+        layout, config: what every block is, and what names the namespace.
+        local: whether the blocks lie in a folder of this machine.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class BlockStore:
         self.config = namespace.config
         self.layout = namespace.layout
         self.url = filesystem.place(namespace.path)
+        self.local = filesystem.local
         self._filesystem = filesystem
         self._namespace = namespace
         self._format = ArrayFormat.of(namespace.layout, namespace.group)

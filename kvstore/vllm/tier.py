@@ -12,7 +12,7 @@ safe for threads and fixed once `_open` has run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -102,7 +102,7 @@ class KVStoreTier(SecondaryTierManager):
             deadline=QUEUE_TIMEOUTS * self.options.io_timeout,
             name=f"kvstore-{tier_type}",
         )
-        self._lookups = _Lookups(self._contains, self.options, tier_type)
+        self._lookups = _Lookups(self)
 
     def _open_stores(self) -> None:
         logger.warning(
@@ -214,8 +214,13 @@ class KVStoreTier(SecondaryTierManager):
 
     # ---- worker threads
 
-    def _contains(self, key: bytes) -> bool:
-        """Whether a block is there. Raises `StorageError` where storage cannot tell."""
+    @property
+    def local(self) -> bool:
+        """Whether every store is a folder of this machine."""
+        return all(store.local for store in self.stores.values())
+
+    def contains(self, key: bytes) -> bool:
+        """Whether a block is there. Raises `KVStoreError` where storage cannot tell."""
         store = self.stores.get(get_offload_group_idx(OffloadKey(key)))
         if store is None:
             return False
@@ -243,14 +248,12 @@ class KVStoreTier(SecondaryTierManager):
 class _Lookups(AsyncLookupManager):
     """vLLM's asynchronous lookups over `BlockStore.contains`."""
 
-    def __init__(
-        self, contains: Callable[[bytes], bool], options: TierOptions, tier_type: str
-    ) -> None:
-        self._contains = contains
-        self._timeout = options.io_timeout
+    def __init__(self, tier: KVStoreTier) -> None:
+        self._tier = tier
         self._stopping = False
-        self._probes = ThreadPoolExecutor(options.threads, f"kvstore-lookup-{tier_type}")
-        super().__init__(tier_type)
+        name = f"kvstore-lookup-{tier.tier_type}"
+        self._probes = ThreadPoolExecutor(tier.options.threads, name)
+        super().__init__(tier.tier_type)
 
     def batch_lookup(
         self, keys: list[OffloadKey], req_context: ReqContext
@@ -262,28 +265,38 @@ class _Lookups(AsyncLookupManager):
         """
         if self._stopping:
             return [False] * len(keys)
-        probes = [self._probes.submit(self._contains, key) for key in keys]
-        done, late = wait(probes, self._timeout)
+        # A folder answers faster than threads can take turns.
+        width = 1 if self._tier.local else self._tier.options.threads
+        parts = [keys[start::width] for start in range(min(width, len(keys)))]
+        probes = [self._probes.submit(self._probe, part) for part in parts]
+        done, late = wait(probes, self._tier.options.io_timeout)
         for probe in late:
             probe.cancel()
-        failed = [probe.exception() for probe in done if not probe.cancelled()]
-        failed = [error for error in failed if error is not None]
-        if late or failed:
+        told: dict[OffloadKey, bool | KVStoreError] = {}
+        for part, probe in zip(parts, probes, strict=True):
+            if probe in done and not probe.cancelled():
+                told |= zip(part, probe.result(), strict=True)
+        errors = [answer for answer in told.values() if isinstance(answer, KVStoreError)]
+        if errors or len(told) < len(keys):
             logger.warning(
                 "%d of %d lookups failed and %d took too long, taken as misses for this "
                 "request; the first: %s",
-                len(failed),
+                len(errors),
                 len(keys),
-                len(late),
-                failed[0] if failed else "no answer",
+                len(keys) - len(told),
+                errors[0] if errors else "no answer",
             )
-        return [
-            probe in done
-            and not probe.cancelled()
-            and probe.exception() is None
-            and probe.result()
-            for probe in probes
-        ]
+        return [told.get(key) is True for key in keys]
+
+    def _probe(self, keys: list[OffloadKey]) -> list[bool | KVStoreError]:
+        """What storage tells of each key, an error included."""
+        told: list[bool | KVStoreError] = []
+        for key in keys:
+            try:
+                told.append(self._tier.contains(key))
+            except KVStoreError as error:
+                told.append(error)
+        return told
 
     def mark_miss(self, keys: Collection[OffloadKey]) -> None:
         """As vLLM 0.33 has it: a probe that is under way will tell for itself."""
