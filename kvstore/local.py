@@ -107,17 +107,19 @@ def publish(
     try:
         for name, parts in files:
             write(f"{scratch}/{name}", parts)
-        if replace:
-            _set_aside(target, aside)
-        _place(scratch, target, aside, mark=files[-1][0])
+        moved = replace and _set_aside(target, aside)
+        moved = _place(scratch, target, aside, mark=files[-1][0]) or moved
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.rename(aside, target)
         raise
+    if moved:
+        _remove(aside)
 
 
-def _place(scratch: Path, target: Path, aside: Path, *, mark: str) -> None:
+def _place(scratch: Path, target: Path, aside: Path, *, mark: str) -> bool:
+    """Rename into place. Returns whether something that was in the way was set aside."""
     try:
         os.rename(scratch, target)
     except OSError as error:
@@ -125,23 +127,27 @@ def _place(scratch: Path, target: Path, aside: Path, *, mark: str) -> None:
             raise
         if (target / mark).exists():
             shutil.rmtree(scratch, ignore_errors=True)
-            return  # another writer was first
+            return False  # another writer was first
         _set_aside(target, aside)
         os.rename(scratch, target)
-    if aside.exists():
-        _remove(aside)
+        return True
+    return False
 
 
 def discard(root: Path, path: str) -> None:
     """Take a folder away in one step, if it is there; then remove it at leisure."""
     aside = _scratch(root, folder=False)
-    _set_aside(root / path, aside)
-    _remove(aside)
+    if _set_aside(root / path, aside):
+        _remove(aside)
 
 
-def _set_aside(target: Path, aside: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
+def _set_aside(target: Path, aside: Path) -> bool:
+    """Returns whether there was anything."""
+    try:
         os.rename(target, aside)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _remove(aside: Path) -> None:

@@ -232,6 +232,29 @@ class TestLocal:
         assert store.store(KEY, block)
         assert store.load(KEY, bytearray(block.nbytes))
 
+    def test_repair_that_comes_second_leaves_nothing_behind(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store, other = Root(str(tmp_path)).open(), Root(str(tmp_path)).open()
+        block = sample_block(store.layout)
+        store.store(KEY, block)
+        place = Path(store.block_url(KEY).removeprefix("file://"))
+        (place / "c.0.0.0.0").write_bytes(b"damaged")
+        with pytest.raises(DamagedBlockError):
+            store.load(KEY, bytearray(block.nbytes))
+        rename = os.rename
+
+        def overtaken(source: Path, target: Path) -> None:
+            rename(source, target)
+            if Path(source) == place:  # set aside: now another writer comes first
+                monkeypatch.setattr(os, "rename", rename)
+                other.store(KEY, block)
+
+        monkeypatch.setattr(os, "rename", overtaken)
+        store.store(KEY, block)
+        assert store.load(KEY, bytearray(block.nbytes))
+        assert not list((tmp_path / ".kvstore-tmp").iterdir())
+
     def test_io_error_deletes_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
