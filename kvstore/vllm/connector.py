@@ -26,7 +26,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector,
 )
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvstore.errors import InvalidInputError
 from kvstore.filesystem import Filesystem
@@ -204,7 +203,6 @@ def inject_tier(vllm_config: VllmConfig) -> None:
     ours = {name: extra[name] for name in _TIER_OPTIONS & extra.keys()}
     TierOptions.parse(ours, where="kv_connector_extra_config")
     tier = {"type": ConnectorTier.__name__, "module_path": __name__, **ours}
-    SecondaryTierFactory.get_tier_class(tier)
     theirs = {name: value for name, value in extra.items() if name not in ours}
     theirs.setdefault("cpu_bytes_to_use", _primary_bytes())
     theirs["secondary_tiers"] = [*theirs.get("secondary_tiers", ()), tier]

@@ -63,10 +63,9 @@ def engine_layout(
         for worker in workers
     ]
     first = layouts[0]
-    nbytes = row_bytes(offloading)
     if offloading.canonical_layout:
         return Layout.of_bytes(
-            nbytes,
+            row_bytes(offloading),
             dtype=first.dtype,
             reason="vLLM's canonical layout joins the workers' pages",
             packing=first.packing,
@@ -95,11 +94,7 @@ def engine_layout(
     if len(digests) > 1:
         digest = hashlib.sha256("".join(map(str, digests)).encode()).hexdigest()[:12]
     whole = replace(first, layer_names=tuple(names), tensors_digest=digest)
-    return whole.with_workers(
-        nbytes // first.nbytes,
-        heads_sharded=offloading.parallel.is_parallelism_agnostic
-        and offloading.parallel.world_size == offloading.parallel.tp_size,
-    )
+    return _joined(whole, offloading)
 
 
 def layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, Any]:
@@ -176,9 +171,8 @@ def _backend(backend: Any) -> str:
 
 def row_bytes(offloading: OffloadingConfig) -> int:
     """Bytes of a row that hold KV: vLLM rounds a row up to a page, and pads the rest."""
-    copies = 1 if offloading.replicated_layout else offloading.parallel.world_size
     worker: int = offloading.worker_kv_bytes_per_block
-    return worker * int(offloading.cache.blocks_per_chunk) * copies
+    return worker * int(offloading.cache.blocks_per_chunk) * _copies(offloading)
 
 
 def bare_layout(offloading: OffloadingConfig, nbytes: int, options: TierOptions) -> Layout:
@@ -216,10 +210,9 @@ def bare_layout(offloading: OffloadingConfig, nbytes: int, options: TierOptions)
             "kv_heads, head_size: expected both, for one KV group in vLLM's direct "
             f"layout, found {given} for {len(offloading.groups)} groups"
         )
-    copies = 1 if offloading.replicated_layout else offloading.parallel.world_size
     layout = named_layout(
         resolved,
-        nbytes=nbytes // copies,
+        nbytes=nbytes // _copies(offloading),
         layer_names=names,
         blocks=offloading.cache.blocks_per_chunk,
         kv_heads=options.kv_heads or 0,
@@ -227,8 +220,19 @@ def bare_layout(offloading: OffloadingConfig, nbytes: int, options: TierOptions)
         tokens=offloading.groups[0].tokens_per_block,
         dtype=dtype,
     )
-    return layout.with_workers(
-        copies,
-        heads_sharded=offloading.parallel.is_parallelism_agnostic
-        and offloading.parallel.world_size == offloading.parallel.tp_size,
+    return _joined(layout, offloading)
+
+
+def _joined(worker: Layout, offloading: OffloadingConfig) -> Layout:
+    """The layout of a row of as many workers' parts as it holds."""
+    parallel = offloading.parallel
+    return worker.with_workers(
+        _copies(offloading),
+        heads_sharded=parallel.is_parallelism_agnostic
+        and parallel.world_size == parallel.tp_size,
     )
+
+
+def _copies(offloading: OffloadingConfig) -> int:
+    """Workers' parts in a row: one of each, or a single one that all of them hold."""
+    return 1 if offloading.replicated_layout else int(offloading.parallel.world_size)

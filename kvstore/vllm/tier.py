@@ -12,7 +12,7 @@ safe for threads and fixed once `_open` has run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -115,12 +115,7 @@ class KVStoreTier(SecondaryTierManager):
         layout = bare_layout(offloading, self._row_bytes, self.options)
         self.open(offloading_identity(offloading, layout), layout)
 
-    def open(
-        self,
-        config: Config,
-        layout: Layout,
-        provenance: Mapping[str, str] | None = None,
-    ) -> None:
+    def open(self, config: Config, layout: Layout) -> None:
         """Open one store for each KV group; nothing is served before.
 
         Raises:
@@ -136,10 +131,7 @@ class KVStoreTier(SecondaryTierManager):
                 storage_options=options.storage_options,
                 on_mismatch=options.on_mismatch,  # type: ignore[arg-type]  # checked by TierOptions
                 timeout=options.io_timeout,
-                provenance={
-                    "engine": f"vllm {require_supported()}",
-                    **(provenance or {}),
-                },
+                provenance={"engine": f"vllm {require_supported()}"},
             )
             for group in self._offloading_spec.config.groups
         }
