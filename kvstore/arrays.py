@@ -46,10 +46,10 @@ _CRC_DIGITS = re.compile("[0-9a-f]{8}")
 _GROUP_FIELDS = frozenset(("zarr_format", "node_type", "attributes"))
 
 
-def checksum(payload: memoryview) -> int:
-    """The payload's crc32c, computed without the GIL."""
-    crc: int = crc32c.crc32c(payload)
-    return crc
+def checksum(payload: memoryview, crc: int = 0) -> int:
+    """The crc32c of `payload`, continued from `crc`; computed without the GIL."""
+    summed: int = crc32c.crc32c(payload, crc)
+    return summed
 
 
 @dataclass(frozen=True, slots=True)

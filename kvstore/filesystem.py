@@ -17,8 +17,7 @@ import contextlib
 import copy
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fsspec import AbstractFileSystem, get_filesystem_class
@@ -35,7 +34,8 @@ from kvstore.storage_options import checked, secret_strings
 from kvstore.urls import parse_url, safe_url
 
 Result = TypeVar("Result")
-Files = Sequence[tuple[str, Sequence[memoryview | bytes]]]
+Files = Sequence[tuple[str, Iterable[memoryview | bytes]]]
+"""Names and contents. Parts are asked for in order, one file after the other, once."""
 
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
@@ -57,6 +57,7 @@ class Filesystem:
     Attributes:
         url: the root in one spelling, without credentials.
         local: whether the root is a folder of this machine.
+        shared: whether other processes see the same root.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Filesystem:
             options["config_kwargs"] = {"max_pool_connections": 64, **config}
         self.url = safe_url(root)
         self.local = protocol == "file"
+        self.shared = protocol != "memory"
         if not 0 < timeout <= MAX_TIMEOUT:
             raise InvalidInputError(
                 f"timeout: expected seconds, more than 0 and at most {MAX_TIMEOUT}, found "
@@ -98,7 +100,6 @@ class Filesystem:
                 **{**cls._get_kwargs_from_urls(root), **options}
             )
             self._root = str(cls._strip_protocol(root)).rstrip("/")
-        self._folder = Path(self._root)
 
     def place(self, path: str) -> str:
         """The URL of `path`, for messages."""
@@ -106,22 +107,32 @@ class Filesystem:
 
     def read(self, path: str, limit: int) -> bytes | None:
         """A small file's first `limit` bytes, in one request; None if it is absent."""
-        if self.local:
-            return self._unless_absent(path, lambda: local.read(self._at(path), limit))
-        return self._fetch(path, limit)
+        if not self.local:
+            return self._fetch(path, limit)
+        try:
+            return local.read(self._at(path), limit)
+        except _ABSENT:
+            return None
+        except OSError:
+            with self._errors("read", path):
+                raise
 
     def read_into(self, path: str, buffers: Sequence[memoryview]) -> int | None:
         """Fill `buffers` in turn with a file's bytes, in one request.
 
         Returns:
-            The bytes that the file holds, counted no further than one more than the
+            The bytes that the file holds, maybe counted no further than one more than the
             buffers do; None if it is absent. Unless that is exactly what the buffers
             hold, their contents are undefined.
         """
         if self.local:
-            return self._unless_absent(
-                path, lambda: local.read_into(self._at(path), buffers)
-            )
+            try:
+                return local.read_into(self._at(path), buffers)
+            except _ABSENT:
+                return None
+            except OSError:
+                with self._errors("read", path):
+                    raise
         wanted = sum(buffer.nbytes for buffer in buffers)
         data = self._fetch(path, wanted + 1)
         if data is None or len(data) != wanted:
@@ -140,7 +151,7 @@ class Filesystem:
         """
         with self._errors("write", path):
             if self.local:
-                local.create(self._folder, path, data)
+                local.create(self._root, path, data)
                 return
             try:
                 self._call("pipe_file", self._at(path), data, mode="create")
@@ -150,7 +161,7 @@ class Filesystem:
                 if _http_status(error) not in _SOMEBODY_WAS_FIRST:
                     raise
 
-    def publish(self, path: str, files: Files, *, replace: bool) -> None:
+    def publish(self, path: str, files: Files, *, replace: bool) -> bool:
         """Make a block visible, whole or not at all.
 
         Local: its folder is built under a temporary name, then renamed. Object store: one
@@ -162,19 +173,22 @@ class Filesystem:
             files: name and parts of each file; the document that commits the block last.
             replace: put this block in the place of a damaged one. Otherwise a local block
                 that is already there stays.
+
+        Returns:
+            Whether it is this block that is there now; False if another writer was first.
         """
         with self._errors("write", path):
             if self.local:
-                local.publish(self._folder, path, files, replace=replace)
-                return
+                return local.publish(self._root, path, files, replace=replace)
             for name, parts in files:
                 self._call("pipe_file", f"{self._at(path)}/{name}", b"".join(parts))
+            return True
 
     def delete(self, path: str, names: Sequence[str]) -> None:
         """Remove a block, if it is there; its commit mark, the last name, goes first."""
         with self._errors("delete", path):
             if self.local:
-                local.discard(self._folder, path)
+                local.discard(self._root, path)
                 return
             for name in reversed(names):
                 self._remove(f"{path}/{name}")
@@ -186,7 +200,7 @@ class Filesystem:
         """
         with self._errors("write below", ""):
             if self.local:
-                local.probe(self._folder)
+                local.probe(self._root)
                 return
             path = f"{local.TEMPORARY}/{secrets.token_hex(8)}"
             self._call("pipe_file", self._at(path), b"kvstore")

@@ -1,204 +1,358 @@
-"""`JobRunner`: transfers on worker threads. Submit, poll, drain. Knows nothing of blocks.
+"""`JobRunner`: jobs in, outcomes out. Knows nothing of blocks.
 
-A job is data (operation, keys, slots), so that where it runs is this module's business
-alone. Its keys run one by one on any free thread; loads go before stores, since a request
-waits for a load and nothing waits for a store, but a store has its turn now and then.
+A job is data (operation, keys, slots), so that where it runs is no business of whoever
+submits it: its keys are dealt out in parts to movers, behind sockets. Nothing here ever
+waits for a mover but `start`, `drain` and `shutdown`, and there is no thread: `submit` and
+`finished` cost the calling thread a system call for each mover.
 
-A job ends when all its keys have. Keys that still wait when the job's deadline passes
-fail without running; a key that runs is waited for, since nothing may touch a slot after
-its job was reported. How long it can run is bounded by the timeout of each request.
+Every job ends and is reported once. A mover that is late by `grace` seconds is killed if it
+is a process; whatever a mover had when it ended is reported as failed, after its end, since
+nothing may touch a slot after its job was reported.
 
-Locking: `_lock` guards the queues, the counts inside every `_Running`, and `_finished`.
-`submit` and `finished` hold it for a moment only, and never while a key runs.
+Locking: `_lock` guards everything, so any thread may call any method.
 """
 
 from __future__ import annotations
 
 import logging
+import pickle
+import select
+import socket
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Protocol
+
+from kvstore.errors import InvalidInputError
+from kvstore.mover import (
+    FAILED,
+    MAX_MESSAGE_BYTES,
+    READY,
+    Answer,
+    Hint,
+    Operation,
+    Part,
+    Reply,
+)
 
 logger = logging.getLogger(__name__)
 
-Operation = Literal["load", "store"]
+PART_KEYS = 512
+"""Keys of a part, so that its message stays below `MAX_MESSAGE_BYTES`."""
+
+START_SECONDS = 60.0
+
+MAX_PAUSE = 60.0
+"""Seconds before a mover that keeps ending is started again."""
+
+DIED = "the process that transferred it ended"
 
 
-LOADS_PER_STORE = 8
-"""Loads that may go before a store that waits."""
+class Launched(Protocol):
+    """Where a mover runs."""
+
+    def start(self) -> socket.socket:
+        """Start it; returns our end of its socket. May be called again after its end."""
+
+    def kill(self) -> None:
+        """End it now, if that is possible."""
+
+    def join(self, seconds: float) -> bool:
+        """Wait for its end, so long at most. Returns whether it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to do: `operation` on each of `keys`, whose bytes lie in the slot beside it."""
+    """What to do: `operation` on each of `keys`, whose bytes lie in the slot beside it.
+
+    `hints` are handed to the mover: one for each key, or none at all.
+    """
 
     job_id: int
     operation: Operation
     keys: Sequence[bytes]
     slots: Sequence[int]
+    hints: Sequence[Hint] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended: the keys that succeeded, in the job's order, and its seconds."""
+    """How a job ended: an answer for each key, what went wrong with some of them, by their
+    index, and its seconds.
+    """
 
     job: Job
-    succeeded: tuple[bytes, ...]
+    answers: Sequence[Answer]
+    problems: Mapping[int, str]
     seconds: float
-
-    @property
-    def success(self) -> bool:
-        """Whether the job was well formed and every key succeeded."""
-        return len(self.succeeded) == len(self.job.keys) == len(self.job.slots)
 
 
 @dataclass(slots=True)
 class _Running:
     job: Job
-    deadline: float
     started: float
     pending: int
-    succeeded: list[bool] = field(default_factory=list)
+    answers: list[Answer]
+    problems: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Link:
+    """One mover, and the parts that it has not answered."""
+
+    mover: Launched
+    channel: socket.socket | None = None
+    open: dict[int, tuple[_Running, Part, int]] = field(default_factory=dict)
+    unsent: deque[bytes] = field(default_factory=deque)
+    keys: int = 0
+    pause: float = 0.0
+    not_before: float = 0.0
+    ready: bool = False
 
 
 class JobRunner:
-    """Runs jobs until `shutdown`. Any thread may call any method."""
+    """Runs jobs until `shutdown`."""
 
     def __init__(
-        self,
-        run: Callable[[Operation, bytes, int], bool],
-        *,
-        threads: int,
-        deadline: float,
-        name: str,
+        self, movers: Sequence[Launched], *, deadline: float, grace: float
     ) -> None:
-        """Start the threads.
+        """Start the movers.
 
         Args:
-            run: does one key of a job; True if it succeeded. Called from worker threads.
-            threads: how many keys run at once.
-            deadline: seconds after which a job's waiting keys are given up.
-            name: the threads' name, for debuggers.
+            movers: at least one.
+            deadline: seconds after which keys that wait are given up.
+            grace: seconds that a key may run after that, before its mover is killed.
+
+        Raises:
+            InvalidInputError: a process did not start.
         """
-        self._run = run
         self._deadline = deadline
+        self._grace = grace
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
-        self._idle = threading.Condition(self._lock)
-        self._queues: dict[Operation, deque[tuple[_Running, int]]] = {
-            "load": deque(),
-            "store": deque(),
-        }
-        self._streak = 0
-        self._open = 0
+        self._poller = select.poll()
+        self._links = [_Link(mover) for mover in movers]
+        self._by_descriptor: dict[int, _Link] = {}
+        self._number = 0
         self._finished: list[Outcome] = []
+        self._open = 0
         self._stopping = False
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._checked = 0.0
+        for link in self._links:
+            self._start(link)
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while any(link.channel and not link.ready for link in self._links):
+            with self._lock:
+                self._poll(100)
+            if time.monotonic() > end:
+                break
+        if not all(link.ready for link in self._links):
+            ready = sum(link.ready for link in self._links)
+            self.shutdown()
+            raise InvalidInputError(
+                f"processes: expected {len(self._links)} to start within "
+                f"{START_SECONDS:.0f} s, found {ready}; what the others said is above. "
+                'Set "processes": 0 to transfer on threads of the engine instead.'
+            )
 
     def submit(self, job: Job) -> None:
-        """Queue a job. A job whose keys and slots do not match fails as a whole."""
-        now = time.monotonic()
+        """Deal a job out. One whose keys and slots do not match fails as a whole."""
         count = len(job.keys)
-        queue = self._queues[job.operation]
-        running = _Running(job, now + self._deadline, now, count, [False] * count)
+        running = _Running(job, time.monotonic(), 0, [(FAILED, None)] * count)
+        fits = job.operation == "lookup" or count == len(job.slots)
         with self._lock:
             self._open += 1
-            if not count or count != len(job.slots) or self._stopping:
+            links = [link for link in self._links if self._is_up(link)]
+            if not fits:
+                running.problems[0] = f"{count} keys for {len(job.slots)} slots"
+            elif not links:
+                running.problems[0] = "no process runs that could transfer it"
+            elif count:
+                self._deal(running, links)
+            if not running.pending:
                 self._end(running)
-                return
-            queue.extend((running, i) for i in range(count))
-            self._work.notify(count)
 
     def finished(self) -> list[Outcome]:
         """The jobs that ended since the last call, each reported once."""
         with self._lock:
-            self._expire(time.monotonic())
+            self._poll(0)
             finished, self._finished = self._finished, []
         return finished
 
     def drain(self) -> None:
         """Block until every job has ended. Nothing touches a slot after the return."""
-        with self._lock:
-            while self._open:
-                self._expire(time.monotonic())
-                self._idle.wait(timeout=0.1)
+        while True:
+            with self._lock:
+                self._poll(100 if self._open else 0)
+                if not self._open:
+                    return
 
     def shutdown(self) -> None:
-        """Give up what waits, wait for what runs, and end the threads."""
+        """Give up what waits, wait for what runs, and end the movers.
+
+        One that has not ended `grace` seconds later is killed, if it is a process.
+        """
         with self._lock:
             self._stopping = True
-            self._expire(float("inf"))
-            self._work.notify_all()
-        for thread in self._threads:
-            thread.join()
-
-    # ---- worker threads
-
-    def _serve(self) -> None:
-        while (task := self._next()) is not None:
-            running, index = task
-            job = running.job
-            try:
-                succeeded = self._run(job.operation, job.keys[index], job.slots[index])
-            except BaseException:  # whatever it is, the job must end and the thread go on
-                logger.exception("%s of a block failed unexpectedly", job.operation)
-                succeeded = False
-            with self._lock:
-                running.succeeded[index] = succeeded
-                self._settle(running)
-
-    def _next(self) -> tuple[_Running, int] | None:
-        with self._lock:
-            while True:
-                self._expire(time.monotonic())
-                if (operation := self._turn()) is not None:
-                    return self._queues[operation].popleft()
-                if self._stopping:
-                    return None
-                self._work.wait()
+            links = [link for link in self._links if link.channel is not None]
+            for link in links:
+                assert link.channel is not None
+                link.channel.shutdown(socket.SHUT_WR)
+            end = time.monotonic() + self._grace
+            while any(link.channel for link in links) and time.monotonic() < end:
+                self._poll(100)
+            for link in links:
+                if link.channel is not None:
+                    link.mover.kill()
+            for link in links:
+                link.mover.join(self._grace)
+                if link.channel is not None:
+                    self._ended(link)
 
     # ---- under the lock
 
-    def _turn(self) -> Operation | None:
-        """Whose turn it is: loads go first, but never keep every store waiting."""
-        loads, stores = self._queues["load"], self._queues["store"]
-        if loads and (not stores or self._streak < LOADS_PER_STORE):
-            self._streak += 1
-            return "load"
-        self._streak = 0
-        return "store" if stores else None
+    def _deal(self, running: _Running, links: list[_Link]) -> None:
+        """Give each mover its share: as much more as it has less than the others."""
+        job = running.job
+        count = len(job.keys)
+        links.sort(key=lambda link: link.keys)
+        start = 0
+        for position, link in enumerate(links):
+            rest = links[position:]
+            level = (count - start + sum(other.keys for other in rest)) / len(rest)
+            stop = min(count, start + max(0, round(level - link.keys)))
+            if position == len(links) - 1:
+                stop = count
+            for first in range(start, stop, PART_KEYS):
+                self._send(link, running, first, min(stop, first + PART_KEYS))
+            start = stop
 
-    def _expire(self, now: float) -> None:
-        """Fail the keys that wait past their deadline; queues are in deadline order."""
-        for queue in self._queues.values():
-            expired = Counter[str]()
-            while queue and queue[0][0].deadline <= now:
-                running, _ = queue.popleft()
-                expired[running.job.operation] += 1
-                self._settle(running)
-            for operation, keys in expired.items():
-                logger.warning("%ss given up before they began: %d blocks", operation, keys)
+    def _send(self, link: _Link, running: _Running, start: int, stop: int) -> None:
+        job = running.job
+        self._number += 1
+        part = Part(
+            self._number,
+            job.operation,
+            job.keys[start:stop],
+            job.slots[start:stop],
+            job.hints[start:stop],
+            running.started + self._deadline,
+        )
+        running.pending += 1
+        link.open[part.number] = (running, part, start)
+        link.keys += stop - start
+        link.unsent.append(pickle.dumps(tuple(part)))
+        self._flush(link)
 
-    def _settle(self, running: _Running) -> None:
+    def _flush(self, link: _Link) -> None:
+        while link.unsent and link.channel is not None:
+            try:
+                link.channel.send(link.unsent[0])
+            except BlockingIOError:
+                return  # its buffer is full: the next call goes on
+            except OSError:
+                return  # it has ended, as `_poll` will find
+            link.unsent.popleft()
+
+    def _poll(self, milliseconds: int) -> None:
+        """Take every reply that is there."""
+        for descriptor, _ in self._poller.poll(milliseconds):
+            link = self._by_descriptor.get(descriptor)
+            while link is not None and link.channel is not None:
+                try:
+                    message = link.channel.recv(MAX_MESSAGE_BYTES)
+                except BlockingIOError:
+                    break
+                except OSError:
+                    message = b""
+                if not message:
+                    self._ended(link)
+                    break
+                self._answered(link, Reply(*pickle.loads(message)))
+        now = time.monotonic()
+        if now - self._checked > 1.0:
+            self._checked = now
+            self._look_after(now)
+
+    def _look_after(self, now: float) -> None:
+        """Send what waits, start again what ended, and kill what hangs."""
+        for link in self._links:
+            self._flush(link)
+            self._is_up(link)
+            if not link.open:
+                continue
+            oldest = next(iter(link.open.values()))[1]
+            if now > oldest.deadline + self._grace:
+                logger.warning(
+                    "a transfer hangs for more than %.0f s: its process is killed",
+                    self._deadline + self._grace,
+                )
+                link.mover.kill()
+
+    def _answered(self, link: _Link, reply: Reply) -> None:
+        if reply.number == READY:
+            link.ready = True
+            return
+        running, part, start = link.open.pop(reply.number)
+        link.keys -= len(part.keys)
+        link.pause = 0.0
+        running.answers[start : start + len(part.keys)] = reply.answers
+        for i, problem in reply.problems.items():
+            running.problems[start + i] = problem
         running.pending -= 1
-        if running.pending == 0:
+        if not running.pending:
             self._end(running)
 
     def _end(self, running: _Running) -> None:
-        keys = running.job.keys
-        ended = Outcome(
-            running.job,
-            tuple(k for k, ok in zip(keys, running.succeeded, strict=True) if ok),
-            time.monotonic() - running.started,
+        seconds = time.monotonic() - running.started
+        self._finished.append(
+            Outcome(running.job, running.answers, running.problems, seconds)
         )
-        self._finished.append(ended)
         self._open -= 1
-        self._idle.notify_all()
+
+    # ---- movers come and go
+
+    def _start(self, link: _Link) -> None:
+        link.channel = link.mover.start()
+        link.channel.setblocking(False)
+        descriptor = link.channel.fileno()
+        self._by_descriptor[descriptor] = link
+        self._poller.register(descriptor, select.POLLIN)
+
+    def _is_up(self, link: _Link) -> bool:
+        """Whether a mover runs, started again if it is time."""
+        if link.channel is None and not self._stopping:
+            now = time.monotonic()
+            if now >= link.not_before:
+                link.pause = min(MAX_PAUSE, 2 * link.pause or 1.0)
+                link.not_before = now + link.pause
+                self._start(link)
+        return link.channel is not None and not self._stopping
+
+    def _ended(self, link: _Link) -> None:
+        """A mover is gone, and with it whatever it had."""
+        assert link.channel is not None
+        descriptor = link.channel.fileno()
+        self._poller.unregister(descriptor)
+        del self._by_descriptor[descriptor]
+        link.channel.close()
+        link.channel = None
+        link.unsent.clear()
+        if not self._stopping:
+            logger.warning(
+                "a process that transfers blocks has ended and is started again; %d "
+                "blocks that it had count as failed",
+                link.keys,
+            )
+        link.keys = 0
+        lost, link.open = link.open, {}
+        for running, _, start in lost.values():
+            running.problems[start] = DIED
+            running.pending -= 1
+            if not running.pending:
+                self._end(running)
+        link.mover.join(0)

@@ -4,144 +4,228 @@ A block's folder is built under a temporary name and renamed into place. Tempora
 lie in one folder below the root: beside the namespaces and not inside one, so that no
 Zarr tool ever walks into a block that is half written, and of a length that does not
 depend on the final name.
+
+Stores go through the page cache: an engine that restarts then reads at the speed of
+memory. What is no longer cached is read past it, since the CPU tier above caches too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 TEMPORARY = ".kvstore-tmp"
 """The folder of temporary names below a local root."""
+
+PAGE = 4096
+"""Bytes to which direct reads are aligned, in memory and in the file."""
 
 _OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
+_uncertain: set[int] = set()
+"""Devices whose filesystems cannot tell what is cached: tmpfs, where everything is, and
+others, where the kernel's ordinary read is best. At most one number for each mount."""
+
+
 def read_into(name: str, buffers: Sequence[memoryview]) -> int:
-    """Scatter a file into `buffers`: open, read, close.
+    """Scatter a file into `buffers`: open, fstat, one read or two, close.
 
     Returns:
-        The file's length, counted no further than one byte more than the buffers hold.
+        The file's length. Unless it is exactly what the buffers hold, nothing is read.
     """
-    pending = [*buffers, memoryview(bytearray(1))]
-    total = 0
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        while pending and (count := os.readv(descriptor, pending)):
-            total += count
-            pending = _advance(pending, count)
+        status = os.fstat(descriptor)
+        length = status.st_size
+        if length != sum(buffer.nbytes for buffer in buffers):
+            return length
+        done = 0
+        if status.st_dev not in _uncertain:
+            done = _read_cached(descriptor, buffers, status.st_dev)
+        while done < length:
+            count = os.preadv(descriptor, _rest(buffers, done), done)
+            if not count:
+                return done  # somebody truncates it
+            done += count
     finally:
         os.close(descriptor)
-    return total
+    return length
+
+
+def _read_cached(descriptor: int, buffers: Sequence[memoryview], device: int) -> int:
+    """Read what the page cache holds of a file's beginning; if that is not all, the rest
+    past it, as far as it is aligned. Returns how far that went.
+    """
+    try:
+        done = os.preadv(descriptor, buffers, 0, os.RWF_NOWAIT)
+    except BlockingIOError:
+        done = 0
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        _uncertain.add(device)
+        return 0
+    if done < buffers[0].nbytes and (direct := _alignment(buffers[0])):
+        done = _read_direct(descriptor, buffers[0][:direct]) or done
+    return done
+
+
+def _alignment(payload: memoryview) -> int:
+    """How many bytes a direct read can fill, from the start."""
+    address: int = np.frombuffer(payload, np.uint8).ctypes.data
+    return 0 if address % PAGE else payload.nbytes // PAGE * PAGE
+
+
+def _read_direct(descriptor: int, payload: memoryview) -> int:
+    """Past the page cache. Returns 0 where the filesystem cannot."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        count = os.preadv(descriptor, [payload], 0)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        count = 0
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    return count
 
 
 def read(name: str, limit: int) -> bytes:
-    """The first `limit` bytes of a small file."""
+    """The first `limit` bytes of a small file: open, read, close."""
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-    data = b""
     try:
-        while len(data) < limit and (more := os.read(descriptor, limit - len(data))):
-            data += more
+        # A block's document fits into the first read, and a short read of a file is its
+        # end; asking for `limit` at once would allocate as much.
+        data = os.read(descriptor, min(limit, PAGE))
+        if len(data) == PAGE:
+            while len(data) < limit and (more := os.read(descriptor, limit - len(data))):
+                data += more
     finally:
         os.close(descriptor)
     return data
 
 
-def write(name: str, parts: Sequence[memoryview | bytes]) -> None:
+def write(name: str, parts: Iterable[memoryview | bytes]) -> None:
     """Write a new file whole; a short write continues where it stopped."""
-    pending = [memoryview(part) for part in parts]
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     descriptor = os.open(name, flags, 0o666)
     try:
-        while pending:
-            pending = _advance(pending, os.writev(descriptor, pending))
+        for part in parts:
+            done = os.write(descriptor, part)
+            while done < len(part):
+                done += os.write(descriptor, memoryview(part)[done:])
     finally:
         os.close(descriptor)
 
 
-def create(root: Path, path: str, data: bytes) -> None:
-    """Write a small file whole, unless there is one already."""
-    target = root / path
-    if target.exists():
+def create(root: str, path: str, data: bytes) -> None:
+    """Write a small file whole, unless there is one already.
+
+    The folder that it belongs to is made with it in one step, if it is not there.
+    """
+    target = f"{root}/{path}"
+    if os.path.exists(target):
         return
-    target.parent.mkdir(exist_ok=True)
-    scratch = _scratch(root, folder=False)
+    scratch = _scratch(root, folder=True)
+    folder, _, name = target.rpartition("/")
+    ours = f"{scratch}/{name}"
     try:
-        write(str(scratch), (data,))
-        os.link(scratch, target)
+        write(ours, (data,))
+        try:
+            os.rename(scratch, folder)
+        except OSError as error:
+            if error.errno not in _OCCUPIED:
+                raise
+            _link(ours, target)
+    finally:
+        if os.path.exists(scratch):
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _link(source: str, target: str) -> None:
+    """Give a file a second name, unless the name is taken."""
+    try:
+        os.link(source, target)
     except FileExistsError:
         return
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        os.replace(scratch, target)  # the last writer stays
-    finally:
-        scratch.unlink(missing_ok=True)
+        os.replace(source, target)  # the last writer stays
 
 
 def publish(
-    root: Path,
+    root: str,
     path: str,
-    files: Sequence[tuple[str, Sequence[memoryview | bytes]]],
+    files: Sequence[tuple[str, Iterable[memoryview | bytes]]],
     *,
     replace: bool,
-) -> None:
+) -> bool:
     """Make a folder of `files` visible at `path` in one step.
 
     A folder that is there with the last of the files stays, unless it is to be replaced;
     one without it was never committed and makes room. If anything fails, what was there
     is there again.
 
+    Returns:
+        Whether it is ours that is there now; False if another writer was first.
+
     Raises:
         FileNotFoundError: the folder that should hold it does not exist.
     """
     scratch = _scratch(root, folder=True)
-    aside = scratch.with_name(f"{scratch.name}-aside")
-    target = root / path
+    aside = f"{scratch}-aside"
+    target = f"{root}/{path}"
     try:
         for name, parts in files:
             write(f"{scratch}/{name}", parts)
         moved = replace and _set_aside(target, aside)
-        moved = _place(scratch, target, aside, mark=files[-1][0]) or moved
+        ours, in_the_way = _place(scratch, target, aside, mark=files[-1][0])
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.rename(aside, target)
         raise
-    if moved:
+    if moved or in_the_way:
         _remove(aside)
+    return ours
 
 
-def _place(scratch: Path, target: Path, aside: Path, *, mark: str) -> bool:
-    """Rename into place. Returns whether something that was in the way was set aside."""
+def _place(scratch: str, target: str, aside: str, *, mark: str) -> tuple[bool, bool]:
+    """Rename into place. Returns whether it is there, and whether something that was in
+    the way was set aside.
+    """
     try:
         os.rename(scratch, target)
     except OSError as error:
         if error.errno not in _OCCUPIED:
             raise
-        if (target / mark).exists():
+        if os.path.exists(f"{target}/{mark}"):
             shutil.rmtree(scratch, ignore_errors=True)
-            return False  # another writer was first
+            return False, False  # another writer was first
         _set_aside(target, aside)
         os.rename(scratch, target)
-        return True
-    return False
+        return True, True
+    return True, False
 
 
-def discard(root: Path, path: str) -> None:
+def discard(root: str, path: str) -> None:
     """Take a folder away in one step, if it is there; then remove it at leisure."""
     aside = _scratch(root, folder=False)
-    if _set_aside(root / path, aside):
+    if _set_aside(f"{root}/{path}", aside):
         _remove(aside)
 
 
-def _set_aside(target: Path, aside: Path) -> bool:
+def _set_aside(target: str, aside: str) -> bool:
     """Returns whether there was anything."""
     try:
         os.rename(target, aside)
@@ -150,38 +234,42 @@ def _set_aside(target: Path, aside: Path) -> bool:
     return True
 
 
-def _remove(aside: Path) -> None:
+def _remove(aside: str) -> None:
     """Remove what was set aside: a folder, or a file where a folder should have been."""
     shutil.rmtree(aside, ignore_errors=True)
     with contextlib.suppress(OSError):
-        aside.unlink()
+        os.unlink(aside)
 
 
-def probe(root: Path) -> None:
+def probe(root: str) -> None:
     """Make the root if it is not there, and prove that it can be written."""
-    root.mkdir(parents=True, exist_ok=True)
+    os.makedirs(root, exist_ok=True)
     scratch = _scratch(root, folder=False)
-    write(str(scratch), (b"kvstore",))
-    scratch.unlink()
+    write(scratch, (b"kvstore",))
+    os.unlink(scratch)
 
 
-def _scratch(root: Path, *, folder: bool) -> Path:
+def _scratch(root: str, *, folder: bool) -> str:
     """A fresh temporary name, made as a folder if asked."""
-    scratch = root / TEMPORARY / secrets.token_hex(8)
+    parent = f"{root}/{TEMPORARY}"
+    scratch = f"{parent}/{secrets.token_hex(8)}"
     try:
         if folder:
-            scratch.mkdir()
-        else:
-            scratch.parent.mkdir(exist_ok=True)
+            os.mkdir(scratch)
+            return scratch
     except FileNotFoundError:
-        scratch.parent.mkdir(exist_ok=True)
-        scratch.mkdir()
+        pass
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(parent)
+    if folder:
+        os.mkdir(scratch)
     return scratch
 
 
-def _advance(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What of `buffers` remains after `count` bytes of them."""
-    while buffers and count >= buffers[0].nbytes:
-        count -= buffers[0].nbytes
-        buffers = buffers[1:]
-    return [buffers[0][count:], *buffers[1:]] if count else buffers
+def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What of `buffers` remains after `done` bytes of them."""
+    rest = []
+    for buffer in buffers:
+        rest.append(buffer[done:])
+        done = max(0, done - buffer.nbytes)
+    return [buffer for buffer in rest if buffer.nbytes]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections import Counter
-from typing import Any
+
+from kvstore.blocks import Stored
 
 
 class Memory:
-    """Proofs, damage and fan-out folders that were seen, and counts of what happened.
+    """Proofs and damage that were seen, and counts of what happened.
 
     A forgotten entry costs a request, never a wrong answer. Locking: one lock guards
     everything, so any thread may call any method.
     """
 
-    LIMIT = 65_536
-    """Keys that are remembered for each purpose; the oldest go first."""
+    DAMAGED = 65_536
+    """Damaged keys that are remembered; the oldest go first."""
 
     DAMAGE_SECONDS = 60.0
     """How long damage is believed: another engine may repair the block."""
@@ -24,20 +26,19 @@ class Memory:
     def __init__(self) -> None:
         """Knows nothing yet."""
         self._lock = threading.Lock()
-        self._proofs: dict[bytes, int] = {}
+        self._proofs = _Proofs()
         self._damaged: dict[bytes, float] = {}
-        self._fan_outs: set[str] = set()
         self._counts: Counter[str] = Counter()
 
     def remember(self, key: bytes, crc: int) -> None:
         """The block's document was read, and vouches for payloads of this checksum."""
         with self._lock:
-            _put(self._proofs, key, crc, self.LIMIT)
+            self._proofs.put(hash(key), crc)
 
     def recall(self, key: bytes) -> int | None:
-        """The checksum that was remembered. Used once: the block may be replaced."""
+        """The checksum that was remembered, if any. The block may have been replaced."""
         with self._lock:
-            return self._proofs.pop(key, None)
+            return self._proofs.get(hash(key))
 
     def was_damaged_lately(self, key: bytes) -> bool:
         """Whether it is worth no look: the block was found damaged a moment ago."""
@@ -54,13 +55,20 @@ class Memory:
         """The block did not hold its proof."""
         with self._lock:
             self._counts["damaged"] += 1
-            self._proofs.pop(key, None)
-            _put(self._damaged, key, time.monotonic(), self.LIMIT)
+            self._proofs.drop(hash(key))
+            self._damaged.pop(key, None)
+            if len(self._damaged) >= self.DAMAGED:
+                self._damaged.pop(next(iter(self._damaged)))
+            self._damaged[key] = time.monotonic()
 
-    def note_stored(self, key: bytes, *, repaired: bool) -> None:
-        """The block was published, maybe in the place of a damaged one."""
+    def note_stored(self, key: bytes, stored: Stored) -> None:
+        """A store ended well: the block is there, and healthy."""
         with self._lock:
-            self._counts["repaired" if repaired else "stored"] += 1
+            if stored is not Stored.KEPT:
+                self._counts[stored] += 1
+            if stored is Stored.REPAIRED:
+                self._counts["damaged"] += key not in self._damaged
+                self._proofs.drop(hash(key))
             self._damaged.pop(key, None)
 
     def note_loaded(self, key: bytes) -> None:
@@ -70,25 +78,10 @@ class Memory:
             self._damaged.pop(key, None)
 
     def forget(self, key: bytes) -> None:
-        """The block was deleted."""
+        """The block is not there, or not any more."""
         with self._lock:
-            self._proofs.pop(key, None)
+            self._proofs.drop(hash(key))
             self._damaged.pop(key, None)
-
-    def knows_fan_out(self, fan_out: str) -> bool:
-        """Whether the fan-out folder's document was written."""
-        with self._lock:
-            return fan_out in self._fan_outs
-
-    def note_fan_out(self, fan_out: str) -> None:
-        """The fan-out folder's document is there."""
-        with self._lock:
-            self._fan_outs.add(fan_out)
-
-    def forget_fan_outs(self) -> None:
-        """Somebody removed folders."""
-        with self._lock:
-            self._fan_outs.clear()
 
     def counts(self) -> dict[str, int]:
         """Blocks stored, repaired, loaded and found damaged."""
@@ -97,9 +90,84 @@ class Memory:
             return {name: self._counts[name] for name in names}
 
 
-def _put(memory: dict[bytes, Any], key: bytes, value: Any, limit: int) -> None:
-    """Keep the newest `limit` entries."""
-    memory.pop(key, None)
-    if len(memory) >= limit:
-        memory.pop(next(iter(memory)))
-    memory[key] = value
+class _Proofs:
+    """Checksums by the hashes of keys, 12 bytes a place, in many small tables.
+
+    Many, so that none takes long to double: that may happen on the calling thread.
+    """
+
+    TABLES = 2048
+
+    def __init__(self) -> None:
+        self._tables = [_Table() for _ in range(self.TABLES)]
+
+    def get(self, hashed: int) -> int | None:
+        return self._tables[hashed % self.TABLES].get(hashed)
+
+    def put(self, hashed: int, crc: int) -> None:
+        self._tables[hashed % self.TABLES].put(hashed, crc)
+
+    def drop(self, hashed: int) -> None:
+        self._tables[hashed % self.TABLES].drop(hashed)
+
+
+class _Table:
+    """A hash table of buckets; where one is full, the newest entry takes a place in it.
+
+    It doubles when half full, so an entry costs 24 to 48 bytes.
+    """
+
+    BUCKET = 4
+
+    LIMIT = 2048
+    """Places of the largest table: of all tables together, 48 MiB."""
+
+    def __init__(self, places: int = 2 * BUCKET) -> None:
+        self._hashes = array("q", bytes(8 * places))
+        self._crcs = array("I", bytes(4 * places))
+        self._used = 0
+
+    def _bucket(self, hashed: int) -> range:
+        first = hashed // _Proofs.TABLES * self.BUCKET % len(self._hashes)
+        return range(first, first + self.BUCKET)
+
+    def _find(self, hashed: int) -> int | None:
+        for place in self._bucket(hashed):
+            if self._hashes[place] == hashed:
+                return place
+        return None
+
+    def get(self, hashed: int) -> int | None:
+        place = self._find(hashed)
+        return None if place is None else self._crcs[place]
+
+    def put(self, hashed: int, crc: int) -> None:
+        if not hashed:
+            return  # it marks a place as empty
+        if 2 * self._used >= len(self._hashes) < self.LIMIT:
+            self._double()
+        place = self._find(hashed)
+        if place is None:
+            place = self._room(hashed)
+        self._hashes[place] = hashed
+        self._crcs[place] = crc
+
+    def _room(self, hashed: int) -> int:
+        bucket = self._bucket(hashed)
+        for place in bucket:
+            if not self._hashes[place]:
+                self._used += 1
+                return place
+        return bucket[self._used % self.BUCKET]
+
+    def drop(self, hashed: int) -> None:
+        place = self._find(hashed) if hashed else None
+        if place is not None:
+            self._hashes[place] = 0
+            self._used -= 1
+
+    def _double(self) -> None:
+        larger = _Table(2 * len(self._hashes))
+        for hashed, crc in zip(self._hashes, self._crcs, strict=True):
+            larger.put(hashed, crc)
+        self._hashes, self._crcs, self._used = larger._hashes, larger._crcs, larger._used

@@ -6,7 +6,7 @@
     store     publish a block, whole or not at all
     delete    remove a block
 
-Locking: `_memory` is guarded by its own lock; everything else is fixed after `open`, so
+Locking: `memory` is guarded by its own lock; everything else is fixed after `open`, so
 every method may be called from any thread, and from any number of processes at once.
 """
 
@@ -18,32 +18,15 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from kvstore.__about__ import __version__
-from kvstore.arrays import (
-    MAX_DOCUMENT_BYTES,
-    TRAILER_BYTES,
-    ArrayFormat,
-    checksum,
-    group_document,
-)
+from kvstore.blocks import Blocks, Stored
 from kvstore.buffers import readable, writable
 from kvstore.config import Config, require_proof
-from kvstore.errors import (
-    DamagedBlockError,
-    InvalidInputError,
-    LayoutMismatchError,
-    StorageError,
-)
+from kvstore.errors import DamagedBlockError, InvalidInputError, LayoutMismatchError
 from kvstore.filesystem import Filesystem
 from kvstore.layout import Layout
 from kvstore.memory import Memory
 from kvstore.namespace import Namespace
-from kvstore.paths import (
-    DOCUMENT,
-    FAN_OUT_DIGITS,
-    block_path,
-    isolated_path,
-    namespace_path,
-)
+from kvstore.paths import isolated_path, namespace_path
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +40,9 @@ class BlockStore:
         url: the group's URL, which any Zarr tool can open.
         layout, config: what every block is, and what names the namespace.
         local: whether the blocks lie in a folder of this machine.
+        shared: whether other processes see the same blocks under this URL.
+        blocks, memory: the steps on storage, and what this process has learnt: for whoever
+            runs the steps elsewhere, as vLLM's tier does.
     """
 
     def __init__(
@@ -65,15 +51,14 @@ class BlockStore:
         namespace: Namespace,
     ) -> None:
         """Records or compares the documents. Callers use `open`."""
+        namespace.claim()
         self.config = namespace.config
         self.layout = namespace.layout
         self.url = filesystem.place(namespace.path)
         self.local = filesystem.local
-        self._filesystem = filesystem
-        self._namespace = namespace
-        self._format = ArrayFormat.of(namespace.layout, namespace.group)
-        self._memory = Memory()
-        namespace.claim()
+        self.shared = filesystem.shared
+        self.blocks = Blocks(filesystem, namespace)
+        self.memory = Memory()
         logger.info("opened %s with axes %s", self.url, self.layout.axes)
 
     @classmethod
@@ -155,16 +140,17 @@ class BlockStore:
         Raises:
             StorageError: storage could not tell. This is not "absent".
         """
-        if self._memory.was_damaged_lately(key):
+        if self.memory.was_damaged_lately(key):
             return False
         try:
-            crc = self._proof(key)
+            crc = self.blocks.prove(key)
         except DamagedBlockError as error:
-            self._note_damage(key, error)
+            self.note_damage(key, str(error))
             return False
         if crc is None:
+            self.memory.forget(key)
             return False
-        self._memory.remember(key, crc)
+        self.memory.remember(key, crc)
         return True
 
     def load(self, key: bytes, buffer: Any) -> bool:
@@ -185,13 +171,15 @@ class BlockStore:
         """
         try:
             with writable(buffer, self.layout.nbytes) as payload:
-                if not self._load(key, payload):
+                if not self.blocks.load(key, payload, self.memory.recall(key)):
                     raise _Absent  # leaves a device's tensor as it is
         except DamagedBlockError as error:
-            self._note_damage(key, error)
+            self.note_damage(key, str(error))
             raise
         except _Absent:
+            self.memory.forget(key)
             return False
+        self.memory.note_loaded(key)
         return True
 
     def store(self, key: bytes, buffer: Any) -> bool:
@@ -208,122 +196,28 @@ class BlockStore:
                 has recorded another layout there.
         """
         with readable(buffer, self.layout.nbytes) as payload:
-            damaged = self._memory.is_damaged(key)
-            try:
-                if self._is_whole(key) if damaged else self._proof(key) is not None:
-                    return False
-                replace = False
-            except DamagedBlockError as error:
-                if not damaged:
-                    self._note_damage(key, error)
-                replace = True
-            self._publish(key, payload, replace=replace)
-        self._memory.note_stored(key, repaired=replace)
-        return True
+            suspect = self.memory.is_damaged(key)
+            stored, _ = self.blocks.store(key, payload, suspect=suspect)
+        self.memory.note_stored(key, stored)
+        return stored is not Stored.KEPT
 
     def delete(self, key: bytes) -> None:
         """Remove the block, if it is there."""
-        self._memory.forget(key)
-        names = (self._format.chunk_name, DOCUMENT)
-        self._filesystem.delete(self._block(key), names)
+        self.memory.forget(key)
+        self.blocks.delete(key)
 
     def block_url(self, key: bytes) -> str:
         """The URL of the block's Zarr array."""
-        return self._filesystem.place(self._block(key))
+        return self.blocks.url(key)
 
     def counts(self) -> dict[str, int]:
         """What happened since `open`: blocks `stored`, `repaired`, `loaded`, `damaged`."""
-        return self._memory.counts()
+        return self.memory.counts()
 
-    # ---- steps
-
-    def _block(self, key: bytes) -> str:
-        return f"{self._namespace.path}/{block_path(key)}"
-
-    def _proof(self, key: bytes) -> int | None:
-        """The checksum that the block's document vouches for; None if it is absent."""
-        path = f"{self._block(key)}/{DOCUMENT}"
-        document = self._filesystem.read(path, MAX_DOCUMENT_BYTES + 1)
-        if document is None:
-            return None
-        place = self._filesystem.place(path)
-        return self._format.proved_crc(document, key, place=place)
-
-    def _is_whole(self, key: bytes) -> bool:
-        """Whether another engine has repaired a block that was found damaged here.
-
-        Raises:
-            DamagedBlockError: it has not.
-        """
-        return self._load(key, memoryview(bytearray(self.layout.nbytes)))
-
-    def _load(self, key: bytes, payload: memoryview) -> bool:
-        proof = self._memory.recall(key)
-        if proof is None:
-            proof = self._proof(key)
-        if proof is None:
-            return False
-        try:
-            self._read_payload(key, payload, proof)
-        except DamagedBlockError:
-            # Another engine may have replaced or removed the block meanwhile.
-            proof = self._proof(key)
-            if proof is None:
-                return False
-            self._read_payload(key, payload, proof)
-        self._memory.note_loaded(key)
-        return True
-
-    def _read_payload(self, key: bytes, payload: memoryview, proof: int) -> None:
-        """Read the chunk, which must be the one that the document vouches for."""
-        path = f"{self._block(key)}/{self._format.chunk_name}"
-        place = self._filesystem.place(path)
-        trailer = bytearray(TRAILER_BYTES)
-        length = self._filesystem.read_into(path, [payload, memoryview(trailer)])
-        if length is None:
-            raise DamagedBlockError(place, "the document is there, the chunk is missing")
-        expected = payload.nbytes + TRAILER_BYTES
-        if length != expected:
-            more = "more" if length > expected else str(length)
-            raise DamagedBlockError(place, f"expected {expected} bytes, found {more}")
-        crc = checksum(payload)
-        recorded = int.from_bytes(trailer, "little")
-        for name, vouched in (("the chunk", recorded), ("the document", proof)):
-            if vouched != crc:
-                raise DamagedBlockError(
-                    place, f"crc32c: {name} says {vouched:08x}, the bytes give {crc:08x}"
-                )
-
-    def _publish(self, key: bytes, payload: memoryview, *, replace: bool) -> None:
-        crc = checksum(payload)
-        trailer = crc.to_bytes(TRAILER_BYTES, "little")
-        files = (
-            (self._format.chunk_name, (payload, trailer)),
-            (DOCUMENT, (self._format.document(key, crc),)),
-        )
-        try:
-            self._ensure_fan_out(key)
-            self._filesystem.publish(self._block(key), files, replace=replace)
-        except StorageError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
-                raise
-            # Somebody removed the folders above; put the documents back, or fail.
-            self._memory.forget_fan_outs()
-            self._namespace.claim()
-            self._ensure_fan_out(key)
-            self._filesystem.publish(self._block(key), files, replace=replace)
-
-    def _ensure_fan_out(self, key: bytes) -> None:
-        fan_out = key.hex()[:FAN_OUT_DIGITS]
-        if not self._memory.knows_fan_out(fan_out):
-            self._filesystem.create(
-                f"{self._namespace.path}/{fan_out}/{DOCUMENT}", group_document()
-            )
-            self._memory.note_fan_out(fan_out)
-
-    def _note_damage(self, key: bytes, error: DamagedBlockError) -> None:
-        self._memory.note_damage(key)
-        logger.warning("damaged block, to be repaired by its next store: %s", error)
+    def note_damage(self, key: bytes, problem: str) -> None:
+        """Remember that a block did not hold its proof, and say so."""
+        self.memory.note_damage(key)
+        logger.warning("damaged block, to be repaired by its next store: %s", problem)
 
 
 class _Absent(Exception):

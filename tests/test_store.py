@@ -220,7 +220,7 @@ class TestLocal:
         rename = os.rename
 
         def failing(source: Path, target: Path) -> None:
-            if target == place and (Path(source) / "c.0.0.0.0").stat().st_size > 7:
+            if Path(target) == place and (Path(source) / "c.0.0.0.0").stat().st_size > 7:
                 raise OSError(errno.EIO, "Input/output error")
             rename(source, target)
 

@@ -35,6 +35,9 @@ MAX_NUMBER = 86_400
 """More seconds, threads, heads or values than any engine has a use for."""
 
 
+MAX_PROCESSES = 64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierOptions(Record):
     """Options of a tier; docs/configuration.md is checked against this.
@@ -45,6 +48,8 @@ class TierOptions(Record):
         on_mismatch: `reject` stops the engine when another layout is recorded under the
             URL; `isolate` gives this layout a namespace of its own.
         threads: blocks that are transferred at once.
+        processes: processes that transfer them beside the engine; 0 for threads of the
+            engine's own process. Up to 4, as many as there are cores, if it is not given.
         io_timeout: seconds that one request may take, and after which a transfer that
             still waits is given up.
         locality: `LOCAL` or `REMOTE`, passed on to vLLM's load filters.
@@ -56,6 +61,7 @@ class TierOptions(Record):
     storage_options: dict[str, Any] | None = None
     on_mismatch: str = "reject"
     threads: int = 8
+    processes: int | None = None
     io_timeout: float = 30.0
     locality: str | None = None
     kv_heads: int | None = None
@@ -77,6 +83,10 @@ class TierOptions(Record):
                 raise InvalidInputError(
                     f"{name}: expected more than 0, at most {MAX_NUMBER}, found {value}"
                 )
+        if self.processes is not None and not 0 <= self.processes <= MAX_PROCESSES:
+            raise InvalidInputError(
+                f"processes: expected 0 to {MAX_PROCESSES}, found {self.processes}"
+            )
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], *, where: str) -> TierOptions:

@@ -4,16 +4,15 @@ vLLM calls it under its manager's lock and expects every call to return at once;
 key becomes a path, a chunk id a row of the primary tier, and an outcome a `JobResult`.
 What vLLM calls a chunk is a block in all other modules.
 
-Locking: vLLM never enters two calls at once. Transfers run on the `JobRunner`'s threads
-and probes on the lookup thread; both touch nothing of the tier but its stores, which are
-safe for threads and fixed once `_open` has run.
+Locking: none, since vLLM never enters two calls at once. Lookups and transfers run in
+movers, which know the stores' `blocks` and the rows, and nothing of the tier.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -25,23 +24,27 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
-    get_offload_group_idx,
 )
-from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import (
     JobResult,
     SecondaryTierManager,
     TransferJob,
 )
 
+from kvstore.blocks import Stored
 from kvstore.config import Config
-from kvstore.errors import DamagedBlockError, InvalidInputError, KVStoreError
-from kvstore.jobs import Job, JobRunner, Operation, Outcome
+from kvstore.errors import InvalidInputError
+from kvstore.jobs import Job, JobRunner, Launched, Outcome
 from kvstore.layout import Layout
+from kvstore.mover import FAILED, Answer
+from kvstore.processes import ProcessMover, Task, ThreadMover
+from kvstore.region import Region
 from kvstore.store import BlockStore
+from kvstore.transfer import LOADED, Transfer, key_group, learn
 from kvstore.urls import safe_url
 from kvstore.vllm.identity import offloading_identity
 from kvstore.vllm.layout import bare_layout, row_bytes
+from kvstore.vllm.lookups import Lookups
 from kvstore.vllm.options import TierOptions
 from kvstore.vllm.versions import require_supported
 
@@ -54,6 +57,15 @@ logger = logging.getLogger(__name__)
 
 QUEUE_TIMEOUTS = 4
 """How many times `io_timeout` a block may wait for its turn before it is given up."""
+
+MAX_PROCESSES = 4
+"""Processes where the option does not say; no more than there are cores."""
+
+LOOKUPS_PER_THREAD = 4
+"""Lookups at once in an object store, for each transfer: they are small."""
+
+_DONE = frozenset((LOADED, *Stored))
+"""The words of keys that are where they should be."""
 
 
 class KVStoreTier(SecondaryTierManager):
@@ -95,14 +107,11 @@ class KVStoreTier(SecondaryTierManager):
                 f"{tier_type}: expected rows of {self._row_bytes} bytes, found "
                 f"{self.block_size_bytes} in the primary tier"
             )
+        self._jobs: JobRunner | None = None
+        self._lookups = Lookups()
+        self._told = True
+        self._results: list[JobResult] = []
         self._open_stores()
-        self._jobs = JobRunner(
-            self._transfer,
-            threads=self.options.threads,
-            deadline=QUEUE_TIMEOUTS * self.options.io_timeout,
-            name=f"kvstore-{tier_type}",
-        )
-        self._lookups = _Lookups(self)
 
     def _open_stores(self) -> None:
         logger.warning(
@@ -116,7 +125,7 @@ class KVStoreTier(SecondaryTierManager):
         self.open(offloading_identity(offloading, layout), layout)
 
     def open(self, config: Config, layout: Layout) -> None:
-        """Open one store for each KV group; nothing is served before.
+        """Open one store for each KV group, and start the movers; nothing is served before.
 
         Raises:
             KVStoreError: the URL cannot be used, or another layout is recorded there.
@@ -135,47 +144,149 @@ class KVStoreTier(SecondaryTierManager):
             )
             for group in self._offloading_spec.config.groups
         }
+        if self._jobs is not None:
+            self._jobs.shutdown()
+        self._jobs = JobRunner(
+            self._movers(),
+            deadline=QUEUE_TIMEOUTS * options.io_timeout,
+            grace=options.io_timeout,
+        )
+
+    def _movers(self) -> list[Launched]:
+        """Processes, unless they could not reach the rows or the blocks."""
+        options = self.options
+        blocks = {group: store.blocks for group, store in self.stores.items()}
+        count = options.processes
+        if count is None:
+            count = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+        region = None
+        if count and all(store.shared for store in self.stores.values()):
+            region = Region.of(self._rows)
+        threads = -(-options.threads // (count if region else 1))
+        lookups = 1 if self.local else LOOKUPS_PER_THREAD * threads
+        if region is None:
+            return [
+                ThreadMover(
+                    Transfer(blocks, self._rows),
+                    threads=threads,
+                    lookups=lookups,
+                    name=f"kvstore-{self.tier_type}",
+                )
+            ]
+        task = Task(blocks, region, threads, lookups)
+        return [ProcessMover(task) for _ in range(count)]
+
+    @property
+    def local(self) -> bool:
+        """Whether every store is a folder of this machine."""
+        return all(store.local for store in self.stores.values())
 
     # ---- vLLM's calls
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """HIT or MISS once a probe has told, RETRY until then."""
-        found = self._lookups.lookup(key, req_context)
+        """HIT or MISS once it is known, RETRY until then."""
+        if not self._told:
+            self._collect()
+            self._told = True
+        found = self._lookups.ask(key, req_context.req_id)
+        if found is None:
+            found = self._remembered(key)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
+    def _remembered(self, key: OffloadKey) -> bool | None:
+        """What this process knows of a key without a look: in an object store, that it was
+        there, until a load says otherwise; anywhere, that it was damaged a moment ago.
+        """
+        store = self.stores.get(key_group(key))
+        proof = None
+        if store is not None and not store.memory.was_damaged_lately(key):
+            proof = None if store.local else store.memory.recall(key)
+            if proof is None:
+                return None
+        self._lookups.tell([key], [proof])
+        return proof is not None
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Send for what the step asked."""
+        self._collect()
+        keys = self._lookups.take_new()
+        if keys:
+            self._submit(Job(-1, "lookup", keys, ()))
+        self._told = False
+
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Queue the storing of rows. Keys that are there already succeed unwritten."""
-        self._submit("store", job_metadata)
+        keys = tuple(job_metadata.keys)
+        suspects = tuple(
+            store is not None and store.memory.is_damaged(key)
+            for key in keys
+            for store in (self.stores.get(key_group(key)),)
+        )
+        slots = job_metadata.chunk_ids.tolist()
+        self._submit(Job(job_metadata.job_id, "store", keys, slots, suspects))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Queue the filling of rows."""
-        self._submit("load", job_metadata)
+        keys = tuple(job_metadata.keys)
+        proofs = tuple(self._lookups.proof(key) for key in keys)
+        slots = job_metadata.chunk_ids.tolist()
+        self._submit(Job(job_metadata.job_id, "load", keys, slots, proofs))
 
-    def _submit(self, operation: Operation, transfer: TransferJob) -> None:
-        slots = [int(chunk_id) for chunk_id in transfer.chunk_ids]
-        self._jobs.submit(
-            Job(transfer.job_id, operation, tuple(transfer.keys), tuple(slots))
-        )
+    def _submit(self, job: Job) -> None:
+        if self._jobs is not None:
+            self._jobs.submit(job)
+        else:
+            nothing: list[Answer] = [(FAILED, None)] * len(job.keys)
+            self._end(Outcome(job, nothing, {0: "nothing is open yet"}, 0.0))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """What ended since the last call. A key that failed to load becomes a miss, or
         its request would ask for it for ever.
         """
-        return [self._result(outcome) for outcome in self._jobs.finished()]
+        self._collect()
+        results, self._results = self._results, []
+        return results
+
+    def _collect(self) -> None:
+        if self._jobs is not None:
+            for outcome in self._jobs.finished():
+                self._end(outcome)
+
+    def _end(self, outcome: Outcome) -> None:
+        """Learn from a job, and keep what vLLM is to be told."""
+        job = outcome.job
+        for i, (key, answer) in enumerate(zip(job.keys, outcome.answers, strict=True)):
+            store = self.stores.get(key_group(key))
+            if store is not None:
+                learn(store, key, answer, outcome.problems.get(i))
+        failed = [i for i, (word, _) in enumerate(outcome.answers) if word == FAILED]
+        if failed:
+            logger.warning(
+                "%s of %d of %d blocks failed; the first: %s",
+                job.operation,
+                len(failed),
+                len(job.keys),
+                next(iter(outcome.problems.values()), "no reason was given"),
+            )
+        if job.operation == "lookup":
+            self._lookups.tell(job.keys, [proof for _, proof in outcome.answers])
+        else:
+            self._results.append(self._result(outcome))
 
     def _result(self, outcome: Outcome) -> JobResult:
         job = outcome.job
-        if job.operation == "load" and not outcome.success:
-            failed = set(job.keys) - set(outcome.succeeded)
-            self._lookups.mark_miss([OffloadKey(key) for key in failed])
+        ended = list(zip(job.keys, outcome.answers, strict=True))
+        done = [OffloadKey(key) for key, (word, _) in ended if word in _DONE]
+        if job.operation == "load":
+            self._lookups.mark_miss(key for key, (word, _) in ended if word not in _DONE)
         return JobResult(
             job_id=job.job_id,
-            success=outcome.success,
-            successful_keys=tuple(OffloadKey(key) for key in outcome.succeeded) or None,
+            success=len(done) == len(job.keys) == len(job.slots),
+            successful_keys=tuple(done) or None,
             transfer_time=outcome.seconds,
-            transfer_bytes=len(outcome.succeeded) * self._row_bytes,
+            transfer_bytes=len(done) * self._row_bytes,
         )
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -184,125 +295,19 @@ class KVStoreTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget the request's verdicts."""
-        self._lookups.cleanup(req_context.req_id)
-
-    def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Send the step's probes."""
-        self._lookups.flush()
+        self._lookups.forget(req_context.req_id)
 
     def drain_jobs(self) -> None:
         """Block until no transfer touches the primary tier."""
-        self._jobs.drain()
+        if self._jobs is not None:
+            self._jobs.drain()
 
     def shutdown(self) -> None:
-        """End all threads, and let go of the primary tier's memory.
+        """End all movers, and let go of the primary tier's memory.
 
         What waits is given up, what runs is waited for.
         """
-        self._lookups.shutdown()
-        self._jobs.shutdown()
+        if self._jobs is not None:
+            self._jobs.shutdown()
         self._rows = np.empty((0, 0), np.uint8)
         self._primary_kv_view = memoryview(b"")
-
-    # ---- worker threads
-
-    @property
-    def local(self) -> bool:
-        """Whether every store is a folder of this machine."""
-        return all(store.local for store in self.stores.values())
-
-    def contains(self, key: bytes) -> bool:
-        """Whether a block is there. Raises `KVStoreError` where storage cannot tell."""
-        store = self.stores.get(get_offload_group_idx(OffloadKey(key)))
-        if store is None:
-            return False
-        return store.contains(key)
-
-    def _transfer(self, operation: Operation, key: bytes, slot: int) -> bool:
-        """One key of a job. Failures are told in the log and to vLLM, never raised."""
-        store = self.stores.get(get_offload_group_idx(OffloadKey(key)))
-        if store is None or not 0 <= slot < len(self._rows):
-            logger.warning("%s refused: no group or row for slot %d", operation, slot)
-            return False
-        row = self._rows[slot, : self._row_bytes]
-        try:
-            if operation == "load":
-                return store.load(key, row)
-            store.store(key, row)
-        except DamagedBlockError:
-            return False  # the store has told the log
-        except KVStoreError as error:
-            logger.warning("%s failed: %s", operation, error)
-            return False
-        return True
-
-
-class _Lookups(AsyncLookupManager):
-    """vLLM's asynchronous lookups over `BlockStore.contains`."""
-
-    def __init__(self, tier: KVStoreTier) -> None:
-        self._tier = tier
-        self._stopping = False
-        name = f"kvstore-lookup-{tier.tier_type}"
-        self._probes = ThreadPoolExecutor(tier.options.threads, name)
-        super().__init__(tier.tier_type)
-
-    def batch_lookup(
-        self, keys: list[OffloadKey], req_context: ReqContext
-    ) -> Iterable[bool]:
-        """Whether each key is there. Called from the lookup thread.
-
-        What storage could not tell, or not within `io_timeout`, is a miss for this
-        request, and for no other.
-        """
-        if self._stopping:
-            return [False] * len(keys)
-        # A folder answers faster than threads can take turns.
-        width = 1 if self._tier.local else self._tier.options.threads
-        parts = [keys[start::width] for start in range(min(width, len(keys)))]
-        probes = [self._probes.submit(self._probe, part) for part in parts]
-        done, late = wait(probes, self._tier.options.io_timeout)
-        for probe in late:
-            probe.cancel()
-        told: dict[OffloadKey, bool | KVStoreError] = {}
-        for part, probe in zip(parts, probes, strict=True):
-            if probe in done and not probe.cancelled():
-                told |= zip(part, probe.result(), strict=True)
-        errors = [answer for answer in told.values() if isinstance(answer, KVStoreError)]
-        if errors or len(told) < len(keys):
-            logger.warning(
-                "%d of %d lookups failed and %d took too long, taken as misses for this "
-                "request; the first: %s",
-                len(errors),
-                len(keys),
-                len(keys) - len(told),
-                errors[0] if errors else "no answer",
-            )
-        return [told.get(key) is True for key in keys]
-
-    def _probe(self, keys: list[OffloadKey]) -> list[bool | KVStoreError]:
-        """What storage tells of each key, an error included."""
-        told: list[bool | KVStoreError] = []
-        for key in keys:
-            try:
-                told.append(self._tier.contains(key))
-            except KVStoreError as error:
-                told.append(error)
-        return told
-
-    def mark_miss(self, keys: Collection[OffloadKey]) -> None:
-        """As vLLM 0.33 has it: a probe that is under way will tell for itself."""
-        super().mark_miss(
-            [
-                key
-                for key in keys
-                if (state := self._lookup_state.get(key)) is not None
-                and state.result is not None
-            ]
-        )
-
-    def shutdown(self) -> None:
-        """Give up what waits, then end the lookup thread."""
-        self._stopping = True
-        self._probes.shutdown(wait=False, cancel_futures=True)
-        super().shutdown()

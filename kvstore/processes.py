@@ -1,0 +1,151 @@
+"""Where movers run: `ProcessMover`, or `ThreadMover` where a process could not help.
+
+A process takes nothing from the engine's interpreter, whatever the backend, and one that
+hangs can be killed. It is started afresh and not forked: engines have threads, and maybe a
+device. It ends when the engine's end of its socket closes, or the engine is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.blocks import Blocks
+from kvstore.mover import Mover, Perform
+from kvstore.region import Region, populate
+from kvstore.transfer import Transfer
+
+NICE = 5
+"""How much a process yields to the engine where cores are few."""
+
+POPULATE_SECONDS = 5.0
+"""How long a start waits until all rows are mapped; the rest is mapped beside transfers."""
+
+_MAIN = """
+import sys
+sys.path.append(sys.argv.pop())
+from kvstore.processes import main
+main()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a process is told at its start. Pickled; never leaves the machine."""
+
+    blocks: Mapping[int, Blocks]
+    region: Region
+    threads: int
+    lookups: int
+
+
+class ThreadMover:
+    """A mover on threads of this process."""
+
+    def __init__(self, perform: Perform, *, threads: int, lookups: int, name: str) -> None:
+        """See `Mover`."""
+        self._perform = perform
+        self._threads = threads
+        self._lookups = lookups
+        self._name = name
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> socket.socket:
+        """Start the threads."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mover = Mover(
+            theirs,
+            self._perform,
+            threads=self._threads,
+            lookups=self._lookups,
+            name=self._name,
+        )
+        self._thread = threading.Thread(
+            target=mover.serve, name=f"{self._name}-reader", daemon=True
+        )
+        self._thread.start()
+        return ours
+
+    def kill(self) -> None:
+        """Nothing: a thread cannot be ended."""
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the threads' end."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
+
+
+class ProcessMover:
+    """A mover in a process of its own."""
+
+    def __init__(self, task: Task) -> None:
+        """Starts nothing yet."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._region = task.region.descriptor
+        # A file without a name, so that a restart needs nothing but its number.
+        self._task = os.memfd_create("kvstore-task", os.MFD_CLOEXEC)
+        with open(os.dup(self._task), "wb") as file:
+            pickle.dump(task, file)
+
+    def start(self) -> socket.socket:
+        """Start the process; it takes its parts when it is ready."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        package = str(Path(__file__).parents[1])
+        numbers = [theirs.fileno(), self._task, os.getpid()]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _MAIN, *map(str, numbers), package],
+                pass_fds=(theirs.fileno(), self._task, self._region),
+                stdin=subprocess.DEVNULL,
+            )
+        return ours
+
+    def kill(self) -> None:
+        """End it at once, with whatever it is waiting for."""
+        if self._process is not None:
+            self._process.kill()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for its end."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Forget what a start needs."""
+        os.close(self._task)
+
+
+def main() -> None:
+    """The life of a mover's process."""
+    channel, task_descriptor, engine = map(int, sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine says when it is over
+    os.nice(NICE)
+    os.lseek(task_descriptor, 0, os.SEEK_SET)
+    with open(task_descriptor, "rb") as file:
+        task: Task = pickle.load(file)
+    rows = task.region.map()
+    populating = threading.Thread(target=populate, args=(rows,), daemon=True)
+    populating.start()
+    populating.join(POPULATE_SECONDS)
+    mover = Mover(
+        socket.socket(fileno=channel),
+        Transfer(task.blocks, rows),
+        threads=task.threads,
+        lookups=task.lookups,
+        name="kvstore-mover",
+    )
+    mover.serve(still_wanted=lambda: os.getppid() == engine)

@@ -1,0 +1,108 @@
+"""`Region`: memory that other processes can map, found from an address. Linux only.
+
+vLLM keeps its CPU tier in a mapped file in shared memory. A process that maps the same file
+moves blocks without a copy, and without the engine's interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstore.transfer import Rows
+
+_MAPPING = re.compile(
+    r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) rw-s (?P<offset>[0-9a-f]+) "
+    r"(?P<device>[0-9a-f]+:[0-9a-f]+) (?P<inode>\d+) +(?P<path>/.*)"
+)
+_POPULATE_WRITE = 23
+"""`MADV_POPULATE_WRITE`, since Linux 5.14."""
+
+_POPULATE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where rows lie in a file.
+
+    Attributes:
+        descriptor: the file, open in this process.
+        offset: bytes from the file's start to the first row.
+        shape, strides: of the rows.
+    """
+
+    descriptor: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: Rows) -> Region | None:
+        """Where `rows` lie; None unless it is one shared mapping of a file that this
+        process may open. The caller closes the descriptor.
+        """
+        start: int = rows.ctypes.data
+        stop = start + (len(rows) - 1) * rows.strides[0] + rows.shape[1]
+        found = _mapping(start, stop)
+        if found is None:
+            return None
+        path, inode, offset = found
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None  # its name is gone, or not ours to open
+        if os.fstat(descriptor).st_ino != inode:
+            os.close(descriptor)
+            return None
+        return cls(descriptor, offset, rows.shape, rows.strides)
+
+    def map(self) -> Rows:
+        """The same rows, in the process that calls it."""
+        length = self.offset + (self.shape[0] - 1) * self.strides[0] + self.shape[1]
+        memory = mmap.mmap(self.descriptor, length)
+        return np.ndarray(self.shape, np.uint8, memory, self.offset, self.strides)
+
+
+def populate(rows: Rows) -> None:
+    """Map every page of `rows` now, since a first touch costs more than a copy of it.
+
+    Where the kernel cannot, pages are mapped when they are touched.
+    """
+    advise: Any = ctypes.CDLL(None).madvise  # lets go of the GIL, as mmap's own does not
+    start: int = rows.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    stop: int = rows.ctypes.data + (len(rows) - 1) * rows.strides[0] + rows.shape[1]
+    for first in range(start, stop, _POPULATE_BYTES):
+        length = min(_POPULATE_BYTES, stop - first)
+        if advise(ctypes.c_void_p(first), ctypes.c_size_t(length), _POPULATE_WRITE):
+            return
+
+
+def _mapping(start: int, stop: int) -> tuple[str, int, int] | None:
+    """Path and inode of the file that holds these addresses, and the offset of the first.
+
+    One mapping may be listed in pieces: the kernel splits it where its flags differ.
+    """
+    found: tuple[str, int, int] | None = None
+    covered = start
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
+        if last <= covered or first > covered:
+            continue
+        match = _MAPPING.fullmatch(line)
+        if match is None:
+            return None
+        at = (match["path"], int(match["inode"]), int(match["offset"], 16) - first)
+        if found is not None and found != at:
+            return None
+        found = at
+        covered = last
+        if covered >= stop:
+            return found[0], found[1], found[2] + start
+    return None

@@ -1,0 +1,77 @@
+"""`Lookups`: what each request was told of each key, until it is finished.
+
+vLLM asks for a key at every step until it is told, and a verdict that it was told must not
+change while its request lives, but from a hit to a miss after a failed load: else it would
+ask for the same load for ever.
+
+Locking: none. vLLM never enters two calls of a tier at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+_ASKED = -1
+_MISS = -2
+
+
+class Lookups:
+    """Verdicts by key, and who waits for them.
+
+    A hit is kept as the block's proof, so that its load need not prove it again.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has been asked."""
+        self._verdicts: dict[bytes, int] = {}
+        self._holders: dict[bytes, int] = {}
+        self._requests: dict[str, set[bytes]] = {}
+        self._new: list[bytes] = []
+
+    def ask(self, key: bytes, request: str) -> bool | None:
+        """Whether the key is there; None until it is known."""
+        keys = self._requests.get(request)
+        if keys is None:
+            keys = self._requests[request] = set()
+        if key not in keys:
+            keys.add(key)
+            self._holders[key] = self._holders.get(key, 0) + 1
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            self._verdicts[key] = _ASKED
+            self._new.append(key)
+            return None
+        return None if verdict == _ASKED else verdict != _MISS
+
+    def take_new(self) -> list[bytes]:
+        """The keys whose verdict is still to be found."""
+        new, self._new = self._new, []
+        return [key for key in new if self._verdicts[key] == _ASKED]
+
+    def tell(self, keys: Sequence[bytes], proofs: Iterable[int | None]) -> None:
+        """What was found: the proof of each key that is there, None for the others."""
+        for key, proof in zip(keys, proofs, strict=True):
+            if key not in self._holders:
+                self._verdicts.pop(key, None)  # whoever asked has gone
+            else:
+                self._verdicts[key] = _MISS if proof is None else proof
+
+    def proof(self, key: bytes) -> int | None:
+        """The proof of a key that is there."""
+        verdict = self._verdicts.get(key, _MISS)
+        return verdict if verdict >= 0 else None
+
+    def mark_miss(self, keys: Iterable[bytes]) -> None:
+        """These could not be loaded. A lookup that is under way tells for itself."""
+        for key in keys:
+            if self._verdicts.get(key, _ASKED) != _ASKED:
+                self._verdicts[key] = _MISS
+
+    def forget(self, request: str) -> None:
+        """The request is finished. What nobody else holds is asked anew the next time."""
+        for key in self._requests.pop(request, ()):
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                if self._verdicts[key] != _ASKED:
+                    del self._verdicts[key]
