@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from typing import Any
 
+from kvstore.arrays import Proof
+
 
 class Memory:
     """Proofs, damage and fan-out folders that were seen, and counts of what happened.
@@ -24,18 +26,18 @@ class Memory:
     def __init__(self) -> None:
         """Knows nothing yet."""
         self._lock = threading.Lock()
-        self._proofs: dict[bytes, int] = {}
+        self._proofs: dict[bytes, Proof] = {}
         self._damaged: dict[bytes, float] = {}
         self._fan_outs: set[str] = set()
         self._counts: Counter[str] = Counter()
 
-    def remember(self, key: bytes, crc: int) -> None:
-        """The block's document was read, and vouches for payloads of this checksum."""
+    def remember(self, key: bytes, proof: Proof) -> None:
+        """The block's document was read, and this is what it vouches for."""
         with self._lock:
-            _put(self._proofs, key, crc, self.LIMIT)
+            _put(self._proofs, key, proof, self.LIMIT)
 
-    def recall(self, key: bytes) -> int | None:
-        """The checksum that was remembered. Used once: the block may be replaced."""
+    def recall(self, key: bytes) -> Proof | None:
+        """The proof that was remembered. Used once: the block may be replaced."""
         with self._lock:
             return self._proofs.pop(key, None)
 

@@ -18,14 +18,17 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from kvstore.__about__ import __version__
-from kvstore.arrays import (
-    MAX_DOCUMENT_BYTES,
-    TRAILER_BYTES,
-    ArrayFormat,
-    checksum,
-    group_document,
-)
+from kvstore.arrays import MAX_DOCUMENT_BYTES, ArrayFormat, Proof, group_document
 from kvstore.buffers import readable, writable
+from kvstore.codecs import (
+    TRAILER_BYTES,
+    Codec,
+    checksum,
+    decode_chunk,
+    parse_codec,
+    require_crc,
+    require_length,
+)
 from kvstore.config import Config, require_proof
 from kvstore.errors import (
     DamagedBlockError,
@@ -59,11 +62,7 @@ class BlockStore:
         local: whether the blocks lie in a folder of this machine.
     """
 
-    def __init__(
-        self,
-        filesystem: Filesystem,
-        namespace: Namespace,
-    ) -> None:
+    def __init__(self, filesystem: Filesystem, namespace: Namespace, codec: Codec) -> None:
         """Records or compares the documents. Callers use `open`."""
         self.config = namespace.config
         self.layout = namespace.layout
@@ -71,6 +70,7 @@ class BlockStore:
         self.local = filesystem.local
         self._filesystem = filesystem
         self._namespace = namespace
+        self._codec = codec
         self._format = ArrayFormat.of(namespace.layout, namespace.group)
         self._memory = Memory()
         namespace.claim()
@@ -87,6 +87,7 @@ class BlockStore:
         rank: int = 0,
         storage_options: Mapping[str, Any] | None = None,
         on_mismatch: OnMismatch = "reject",
+        codec: Codec = "none",
         timeout: float = 30.0,
         provenance: Mapping[str, str] | None = None,
     ) -> BlockStore:
@@ -101,6 +102,7 @@ class BlockStore:
             storage_options: what the URL's fsspec filesystem takes.
             on_mismatch: `reject` raises; `isolate` opens a namespace that only this
                 layout uses, and says so in the log.
+            codec: how new blocks are written; those of every codec are read.
             timeout: seconds that one request to an object store may take.
             provenance: who writes, for people; recorded, never compared.
 
@@ -114,6 +116,7 @@ class BlockStore:
             raise InvalidInputError(
                 f"on_mismatch: expected one of {choices}, found {on_mismatch!r}"
             )
+        codec = parse_codec(codec)
         require_proof(config, layout)
         filesystem = Filesystem(url, storage_options, timeout=timeout)
         filesystem.probe()
@@ -128,7 +131,7 @@ class BlockStore:
                 group=group,
                 provenance={"kvstore": __version__, **(provenance or {})},
             )
-            return cls(filesystem, namespace)
+            return cls(filesystem, namespace, codec)
 
         try:
             return at(namespace_path(config))
@@ -158,13 +161,13 @@ class BlockStore:
         if self._memory.was_damaged_lately(key):
             return False
         try:
-            crc = self._proof(key)
+            proof = self._proof(key)
         except DamagedBlockError as error:
             self._note_damage(key, error)
             return False
-        if crc is None:
+        if proof is None:
             return False
-        self._memory.remember(key, crc)
+        self._memory.remember(key, proof)
         return True
 
     def load(self, key: bytes, buffer: Any) -> bool:
@@ -240,14 +243,14 @@ class BlockStore:
     def _block(self, key: bytes) -> str:
         return f"{self._namespace.path}/{block_path(key)}"
 
-    def _proof(self, key: bytes) -> int | None:
-        """The checksum that the block's document vouches for; None if it is absent."""
+    def _proof(self, key: bytes) -> Proof | None:
+        """What the block's document vouches for; None if it is absent."""
         path = f"{self._block(key)}/{DOCUMENT}"
         document = self._filesystem.read(path, MAX_DOCUMENT_BYTES + 1)
         if document is None:
             return None
         place = self._filesystem.place(path)
-        return self._format.proved_crc(document, key, place=place)
+        return self._format.proved(document, key, place=place)
 
     def _is_whole(self, key: bytes) -> bool:
         """Whether another engine has repaired a block that was found damaged here.
@@ -274,33 +277,27 @@ class BlockStore:
         self._memory.note_loaded(key)
         return True
 
-    def _read_payload(self, key: bytes, payload: memoryview, proof: int) -> None:
+    def _read_payload(self, key: bytes, payload: memoryview, proof: Proof) -> None:
         """Read the chunk, which must be the one that the document vouches for."""
         path = f"{self._block(key)}/{self._format.chunk_name}"
         place = self._filesystem.place(path)
-        trailer = bytearray(TRAILER_BYTES)
-        length = self._filesystem.read_into(path, [payload, memoryview(trailer)])
-        if length is None:
-            raise DamagedBlockError(place, "the document is there, the chunk is missing")
-        expected = payload.nbytes + TRAILER_BYTES
-        if length != expected:
-            more = "more" if length > expected else str(length)
-            raise DamagedBlockError(place, f"expected {expected} bytes, found {more}")
-        crc = checksum(payload)
-        recorded = int.from_bytes(trailer, "little")
-        for name, vouched in (("the chunk", recorded), ("the document", proof)):
-            if vouched != crc:
-                raise DamagedBlockError(
-                    place, f"crc32c: {name} says {vouched:08x}, the bytes give {crc:08x}"
-                )
+        longest = payload.nbytes + TRAILER_BYTES
+        vouched, codec = proof
+        if codec == "none":
+            trailer = bytearray(TRAILER_BYTES)
+            length = self._filesystem.read_into(path, [payload, memoryview(trailer)])
+            require_length(place, length, longest, longest)
+            crc = checksum(payload)
+            require_crc(place, "the chunk", int.from_bytes(trailer, "little"), crc)
+        else:
+            chunk = self._filesystem.read(path, longest)
+            decode_chunk(chunk, payload, codec, place=place)
+            crc = checksum(payload)
+        require_crc(place, "the document", vouched, crc)
 
     def _publish(self, key: bytes, payload: memoryview, *, replace: bool) -> None:
-        crc = checksum(payload)
-        trailer = crc.to_bytes(TRAILER_BYTES, "little")
-        files = (
-            (self._format.chunk_name, (payload, trailer)),
-            (DOCUMENT, (self._format.document(key, crc),)),
-        )
+        chunk, document = self._format.written(key, payload, self._codec)
+        files = ((self._format.chunk_name, chunk), (DOCUMENT, (document,)))
         try:
             self._ensure_fan_out(key)
             self._filesystem.publish(self._block(key), files, replace=replace)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.codecs import CODECS
 from kvstore.errors import InvalidInputError
 from kvstore.records import Record
 
@@ -44,6 +45,7 @@ class TierOptions(Record):
         storage_options: what the URL's fsspec filesystem takes, e.g. `endpoint_url`.
         on_mismatch: `reject` stops the engine when another layout is recorded under the
             URL; `isolate` gives this layout a namespace of its own.
+        codec: how new blocks are written: `none`, `zstd` or `blosc`. All are read.
         threads: blocks that are transferred at once.
         io_timeout: seconds that one request may take, and after which a transfer that
             still waits is given up.
@@ -55,6 +57,7 @@ class TierOptions(Record):
     url: str
     storage_options: dict[str, Any] | None = None
     on_mismatch: str = "reject"
+    codec: str = "none"
     threads: int = 8
     io_timeout: float = 30.0
     locality: str | None = None
@@ -65,6 +68,7 @@ class TierOptions(Record):
         """Refuse values that could not work."""
         for name, choices in (
             ("on_mismatch", ("reject", "isolate")),
+            ("codec", CODECS),
             ("locality", (None, "LOCAL", "REMOTE")),
         ):
             if getattr(self, name) not in choices:
