@@ -112,9 +112,11 @@ class ArrayFormat:
         for codec, head in self._heads.items():
             prefix = head + behind
             start, end = len(prefix), len(prefix) + 8
-            if document.startswith(prefix) and document[end:] == self._tail:
-                if not _CRC_BYTES.fullmatch(document, start, end):
-                    break
+            if (
+                document.startswith(prefix)
+                and document[end:] == self._tail
+                and _CRC_BYTES.fullmatch(document, start, end)
+            ):
                 return int(document[start:end], 16), codec
         return self._parse(document, key, place)
 
