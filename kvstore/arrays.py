@@ -1,7 +1,8 @@
 """Block <-> Zarr v3 array: documents, names and the proof of a block. Pure, no I/O.
 
-A block is one array with one chunk: the payload, then its crc32c. The array's document
-binds key, layout and payload to each other. docs/format.md is the normative text.
+A block is one array with one chunk: the payload, encoded or not, then the crc32c of what
+was written. The array's document binds key, layout and payload to each other.
+docs/format.md is the normative text.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import crc32c
-
+from kvstore.codecs import CODECS, Codec, codec_of, zarr_codecs
 from kvstore.config import Config
 from kvstore.errors import (
     MAX_SHOWN,
@@ -22,10 +22,13 @@ from kvstore.errors import (
     InvalidInputError,
     shown,
 )
-from kvstore.layout import Layout
+from kvstore.layout import ITEM_BYTES, Layout
+
+Proof = tuple[int, Codec]
+"""What a block's document vouches for: the payload's checksum, and how the chunk holds the
+payload. A plain tuple, since every lookup makes one."""
 
 FORMAT = 1
-TRAILER_BYTES = 4
 MAX_DOCUMENT_BYTES = 1 << 20
 """Longest document that is read; a group's layout record names every layer."""
 
@@ -43,13 +46,8 @@ in the one that has its only NaN there."""
 
 _KEY, _CRC = "@key@", "@crc32c@"
 _CRC_DIGITS = re.compile("[0-9a-f]{8}")
+_CRC_BYTES = re.compile(b"[0-9a-f]{8}")
 _GROUP_FIELDS = frozenset(("zarr_format", "node_type", "attributes"))
-
-
-def checksum(payload: memoryview, crc: int = 0) -> int:
-    """The crc32c of `payload`, continued from `crc`; computed without the GIL."""
-    summed: int = crc32c.crc32c(payload, crc)
-    return summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,45 +62,55 @@ class ArrayFormat:
     layout: Layout
     group: int
     chunk_name: str
-    _head: bytes
+    _heads: Mapping[Codec, bytes]
     _middle: bytes
     _tail: bytes
 
     @classmethod
     def of(cls, layout: Layout, group: int) -> ArrayFormat:
-        """Prepare the document once: between blocks only key and checksum change."""
-        text = json.dumps(_array_document(layout, group), indent=2).encode()
-        head, rest = text.split(_KEY.encode(), 1)
+        """Prepare the document once: between blocks only key, checksum and codec change."""
+        heads = {}
+        for codec in CODECS:
+            text = json.dumps(_array_document(layout, group, codec), indent=2).encode()
+            heads[codec], rest = text.split(_KEY.encode(), 1)
         middle, tail = rest.rsplit(_CRC.encode(), 1)  # the document's last text
         name = ".".join(["c", *("0" for _ in layout.shape)])
-        return cls(layout, group, name, head, middle, tail)
+        return cls(layout, group, name, heads, middle, tail)
 
-    def document(self, key: bytes, crc: int) -> bytes:
+    def document(self, key: bytes, crc: int, codec: Codec = "none") -> bytes:
         """The `zarr.json` of the block `key` whose payload has the checksum `crc`."""
+        key_digits, crc_digits = key.hex().encode(), b"%08x" % crc
         return b"".join(
-            (self._head, key.hex().encode(), self._middle, b"%08x" % crc, self._tail)
+            (self._heads[codec], key_digits, self._middle, crc_digits, self._tail)
         )
 
-    def proved_crc(self, document: bytes, key: bytes, *, place: str) -> int:
-        """The payload's checksum by a block's document, which must be this key's.
+    def proved(self, document: bytes, key: bytes, *, place: str) -> Proof:
+        """What a block's document, which must be this key's, says of its chunk.
 
         Raises:
             DamagedBlockError: it is another key's, another layout's or group's, or not a
-                document that this version writes.
+                document that this version reads.
         """
-        prefix = self._head + key.hex().encode() + self._middle
-        digits = document[len(prefix) : len(prefix) + 8]
-        if document.startswith(prefix) and document[len(prefix) + 8 :] == self._tail:
-            return _parse_crc(digits.decode("latin-1"), place)
+        behind = key.hex().encode() + self._middle
+        for codec, head in self._heads.items():
+            prefix = head + behind
+            start, end = len(prefix), len(prefix) + 8
+            if (
+                document.startswith(prefix)
+                and document[end:] == self._tail
+                and _CRC_BYTES.fullmatch(document, start, end)
+            ):
+                return int(document[start:end], 16), codec
         return self._parse(document, key, place)
 
-    def _parse(self, document: bytes, key: bytes, place: str) -> int:
+    def _parse(self, document: bytes, key: bytes, place: str) -> Proof:
         """The slow way: another writer may format the same document otherwise."""
         try:
             found = parse_document(document, place=place)
         except FormatError as error:
             raise DamagedBlockError(place, error.problem) from error
-        expected = _array_document(self.layout, self.group)
+        codec, found["codecs"] = _split_codecs(found.get("codecs"), place)
+        expected = _array_document(self.layout, self.group, "none")
         ours, theirs = _attributes(expected), _attributes(found)
         crc = _parse_crc(theirs.get("crc32c"), place)
         ours |= {"key": key.hex(), "crc32c": theirs.get("crc32c")}
@@ -113,10 +121,10 @@ class ArrayFormat:
         for name in found.keys() - expected.keys():
             if not _may_ignore(name, found[name]):
                 _require(place, name, None, found[name])
-        return crc
+        return crc, codec
 
 
-def _array_document(layout: Layout, group: int) -> dict[str, Any]:
+def _array_document(layout: Layout, group: int, codec: Codec) -> dict[str, Any]:
     data_type, fill_value = zarr_type(layout)
     endian = {"configuration": {"endian": "little"}} if data_type != "uint8" else {}
     return {
@@ -130,7 +138,11 @@ def _array_document(layout: Layout, group: int) -> dict[str, Any]:
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": fill_value,
-        "codecs": [{"name": "bytes", **endian}, {"name": "crc32c"}],
+        "codecs": [
+            {"name": "bytes", **endian},
+            *zarr_codecs(codec, item_bytes(layout)),
+            {"name": "crc32c"},
+        ],
         "dimension_names": list(layout.axes),
         "attributes": {
             "kvstore": {
@@ -151,6 +163,23 @@ def _array_document(layout: Layout, group: int) -> dict[str, Any]:
 def zarr_type(layout: Layout) -> tuple[str, Any]:
     """The Zarr data type and fill value under which a layout's blocks are stored."""
     return _UINT8 if layout.opaque else _ZARR_TYPES.get(layout.dtype, _UINT8)
+
+
+def item_bytes(layout: Layout) -> int:
+    """Bytes of one value as the engine takes it, of an opaque block as well."""
+    return ITEM_BYTES.get(layout.dtype, 1)
+
+
+def _split_codecs(found: object, place: str) -> tuple[Codec, object]:
+    """The codec between the first and the last, and those two."""
+    if not isinstance(found, list) or len(found) < 3:
+        return "none", found
+    codec = codec_of(found[1:-1])
+    if codec is None:
+        raise DamagedBlockError(
+            place, f"codecs: expected {' or '.join(CODECS)}, found {shown(found[1:-1])}"
+        )
+    return codec, [found[0], found[-1]]
 
 
 def group_document(**attributes: Any) -> bytes:

@@ -13,10 +13,20 @@ from enum import StrEnum
 
 from kvstore.arrays import (
     MAX_DOCUMENT_BYTES,
-    TRAILER_BYTES,
     ArrayFormat,
-    checksum,
+    Proof,
     group_document,
+    item_bytes,
+)
+from kvstore.codecs import (
+    TRAILER_BYTES,
+    Chunk,
+    Codec,
+    checksum,
+    decode_chunk,
+    encode_chunk,
+    require_crc,
+    require_length,
 )
 from kvstore.errors import DamagedBlockError, StorageError
 from kvstore.filesystem import Files, Filesystem
@@ -45,11 +55,13 @@ class Blocks:
         nbytes: bytes of one block's payload.
     """
 
-    def __init__(self, filesystem: Filesystem, namespace: Namespace) -> None:
+    def __init__(self, filesystem: Filesystem, namespace: Namespace, codec: Codec) -> None:
         """Touches nothing. The namespace must have been claimed."""
         self.nbytes = namespace.layout.nbytes
         self._filesystem = filesystem
         self._namespace = namespace
+        self._codec = codec
+        self._item_bytes = item_bytes(namespace.layout)
         self._format = ArrayFormat.of(namespace.layout, namespace.group)
         self._fan_outs: set[str] = set()  # at most 4,096
 
@@ -57,8 +69,8 @@ class Blocks:
         """The URL of the block's Zarr array."""
         return self._filesystem.place(self._path(key))
 
-    def prove(self, key: bytes) -> int | None:
-        """The checksum that the block's document vouches for; None if it is absent.
+    def prove(self, key: bytes) -> Proof | None:
+        """What the block's document vouches for; None if it is absent.
 
         Raises:
             DamagedBlockError: the document is not this block's.
@@ -68,9 +80,9 @@ class Blocks:
         document = self._filesystem.read(path, MAX_DOCUMENT_BYTES + 1)
         if document is None:
             return None
-        return self._format.proved_crc(document, key, place=path)
+        return self._format.proved(document, key, place=self._filesystem.place(path))
 
-    def load(self, key: bytes, payload: memoryview, proof: int | None) -> bool:
+    def load(self, key: bytes, payload: memoryview, proof: Proof | None) -> bool:
         """Fill `payload` with the block, proved; False if it is absent.
 
         Args:
@@ -98,7 +110,7 @@ class Blocks:
 
     def store(
         self, key: bytes, payload: memoryview, *, suspect: bool
-    ) -> tuple[Stored, int | None]:
+    ) -> tuple[Stored, Proof | None]:
         """Publish the block, unless a healthy one is there.
 
         Args:
@@ -135,30 +147,28 @@ class Blocks:
     def _path(self, key: bytes) -> str:
         return f"{self._namespace.path}/{block_path(key)}"
 
-    def _read_payload(self, key: bytes, payload: memoryview, proof: int) -> None:
+    def _read_payload(self, key: bytes, payload: memoryview, proof: Proof) -> None:
         """Read the chunk, which must be the one that the document vouches for."""
         path = f"{self._path(key)}/{self._format.chunk_name}"
         place = self._filesystem.place(path)
-        trailer = bytearray(TRAILER_BYTES)
-        length = self._filesystem.read_into(path, [payload, memoryview(trailer)])
-        if length is None:
-            raise DamagedBlockError(place, "the document is there, the chunk is missing")
-        expected = payload.nbytes + TRAILER_BYTES
-        if length != expected:
-            more = "more" if length > expected else str(length)
-            raise DamagedBlockError(place, f"expected {expected} bytes, found {more}")
-        crc = checksum(payload)
-        recorded = int.from_bytes(trailer, "little")
-        for name, vouched in (("the chunk", recorded), ("the document", proof)):
-            if vouched != crc:
-                raise DamagedBlockError(
-                    place, f"crc32c: {name} says {vouched:08x}, the bytes give {crc:08x}"
-                )
+        longest = payload.nbytes + TRAILER_BYTES
+        vouched, codec = proof
+        if codec == "none":
+            trailer = bytearray(TRAILER_BYTES)
+            length = self._filesystem.read_into(path, [payload, memoryview(trailer)])
+            require_length(place, length, longest, longest)
+            crc = checksum(payload)
+            require_crc(place, "the chunk", int.from_bytes(trailer, "little"), crc)
+        else:
+            chunk = self._filesystem.read(path, longest)
+            decode_chunk(chunk, payload, codec, place=place)
+            crc = checksum(payload)
+        require_crc(place, "the document", vouched, crc)
 
-    def _publish(self, key: bytes, payload: memoryview, *, replace: bool) -> int | None:
-        """Returns the checksum of what is there now, unless another writer was first."""
+    def _publish(self, key: bytes, payload: memoryview, *, replace: bool) -> Proof | None:
+        """Returns the proof of what is there now, unless another writer was first."""
         path = self._path(key)
-        chunk = _Chunk(payload)
+        chunk = _Chunk(payload, self._codec, self._item_bytes)
         try:
             self._ensure_fan_out(key)
             ours = self._filesystem.publish(path, self._files(key, chunk), replace=replace)
@@ -170,11 +180,12 @@ class Blocks:
             self._namespace.claim()
             self._ensure_fan_out(key)
             ours = self._filesystem.publish(path, self._files(key, chunk), replace=replace)
-        return chunk.crc if ours else None
+        return (chunk.crc, chunk.codec) if ours else None
 
     def _files(self, key: bytes, chunk: _Chunk) -> Files:
         def document() -> Iterator[bytes]:
-            yield self._format.document(key, chunk.crc)  # the chunk has been written
+            # The chunk has been written, and is summed.
+            yield self._format.document(key, chunk.crc, chunk.codec)
 
         return ((self._format.chunk_name, chunk), (DOCUMENT, document()))
 
@@ -188,18 +199,33 @@ class Blocks:
 
 
 class _Chunk:
-    """A payload and its trailer, summed while they are written: each byte is fetched from
-    memory once.
+    """What is written of a payload: encoded or as it is, then the checksum of that.
+
+    A payload that is not encoded is summed while it is written, so that each byte is
+    fetched from memory once.
+
+    Attributes:
+        crc: the payload's checksum, once the chunk has been written.
+        codec: how the chunk holds it.
     """
 
-    def __init__(self, payload: memoryview) -> None:
+    def __init__(self, payload: memoryview, codec: Codec, itemsize: int) -> None:
         self.crc = 0
+        self.codec: Codec = "none"
         self._payload = payload
+        self._encoded: Chunk | None = None
+        if codec != "none":
+            self.crc = checksum(payload)
+            self._encoded, self.codec = encode_chunk(payload, self.crc, codec, itemsize)
 
     def __iter__(self) -> Iterator[memoryview | bytes]:
-        self.crc = 0
+        if self._encoded is not None:
+            yield from self._encoded
+            return
+        crc = 0
         for start in range(0, self._payload.nbytes, SLICE_BYTES):
             part = self._payload[start : start + SLICE_BYTES]
-            self.crc = checksum(part, self.crc)
+            crc = checksum(part, crc)
             yield part
-        yield self.crc.to_bytes(TRAILER_BYTES, "little")
+        self.crc = crc
+        yield crc.to_bytes(TRAILER_BYTES, "little")

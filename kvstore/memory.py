@@ -7,7 +7,9 @@ import time
 from array import array
 from collections import Counter
 
+from kvstore.arrays import Proof
 from kvstore.blocks import Stored
+from kvstore.codecs import CODECS
 
 
 class Memory:
@@ -30,13 +32,13 @@ class Memory:
         self._damaged: dict[bytes, float] = {}
         self._counts: Counter[str] = Counter()
 
-    def remember(self, key: bytes, crc: int) -> None:
-        """The block's document was read, and vouches for payloads of this checksum."""
+    def remember(self, key: bytes, proof: Proof) -> None:
+        """The block's document was read, and this is what it vouches for."""
         with self._lock:
-            self._proofs.put(hash(key), crc)
+            self._proofs.put(hash(key), proof)
 
-    def recall(self, key: bytes) -> int | None:
-        """The checksum that was remembered, if any. The block may have been replaced."""
+    def recall(self, key: bytes) -> Proof | None:
+        """The proof that was remembered, if any. The block may have been replaced."""
         with self._lock:
             return self._proofs.get(hash(key))
 
@@ -90,8 +92,12 @@ class Memory:
             return {name: self._counts[name] for name in names}
 
 
+_CRC_BITS = 32
+_CRC = (1 << _CRC_BITS) - 1
+
+
 class _Proofs:
-    """Checksums by the hashes of keys, 12 bytes a place, in many small tables.
+    """Proofs by the hashes of keys, 16 bytes a place, in many small tables.
 
     Many, so that none takes long to double: that may happen on the calling thread.
     """
@@ -101,11 +107,14 @@ class _Proofs:
     def __init__(self) -> None:
         self._tables = [_Table() for _ in range(self.TABLES)]
 
-    def get(self, hashed: int) -> int | None:
-        return self._tables[hashed % self.TABLES].get(hashed)
+    def get(self, hashed: int) -> Proof | None:
+        packed = self._tables[hashed % self.TABLES].get(hashed)
+        return None if packed is None else (packed & _CRC, CODECS[packed >> _CRC_BITS])
 
-    def put(self, hashed: int, crc: int) -> None:
-        self._tables[hashed % self.TABLES].put(hashed, crc)
+    def put(self, hashed: int, proof: Proof) -> None:
+        crc, codec = proof
+        packed = crc | CODECS.index(codec) << _CRC_BITS
+        self._tables[hashed % self.TABLES].put(hashed, packed)
 
     def drop(self, hashed: int) -> None:
         self._tables[hashed % self.TABLES].drop(hashed)
@@ -114,17 +123,17 @@ class _Proofs:
 class _Table:
     """A hash table of buckets; where one is full, the newest entry takes a place in it.
 
-    It doubles when half full, so an entry costs 24 to 48 bytes.
+    It doubles when half full, so an entry costs 32 to 64 bytes.
     """
 
     BUCKET = 4
 
     LIMIT = 2048
-    """Places of the largest table: of all tables together, 48 MiB."""
+    """Places of the largest table: of all tables together, 64 MiB."""
 
     def __init__(self, places: int = 2 * BUCKET) -> None:
         self._hashes = array("q", bytes(8 * places))
-        self._crcs = array("I", bytes(4 * places))
+        self._values = array("Q", bytes(8 * places))
         self._used = 0
 
     def _bucket(self, hashed: int) -> range:
@@ -139,9 +148,9 @@ class _Table:
 
     def get(self, hashed: int) -> int | None:
         place = self._find(hashed)
-        return None if place is None else self._crcs[place]
+        return None if place is None else self._values[place]
 
-    def put(self, hashed: int, crc: int) -> None:
+    def put(self, hashed: int, value: int) -> None:
         if not hashed:
             return  # it marks a place as empty
         if 2 * self._used >= len(self._hashes) < self.LIMIT:
@@ -150,7 +159,7 @@ class _Table:
         if place is None:
             place = self._room(hashed)
         self._hashes[place] = hashed
-        self._crcs[place] = crc
+        self._values[place] = value
 
     def _room(self, hashed: int) -> int:
         bucket = self._bucket(hashed)
@@ -168,6 +177,10 @@ class _Table:
 
     def _double(self) -> None:
         larger = _Table(2 * len(self._hashes))
-        for hashed, crc in zip(self._hashes, self._crcs, strict=True):
-            larger.put(hashed, crc)
-        self._hashes, self._crcs, self._used = larger._hashes, larger._crcs, larger._used
+        for hashed, value in zip(self._hashes, self._values, strict=True):
+            larger.put(hashed, value)
+        self._hashes, self._values, self._used = (
+            larger._hashes,
+            larger._values,
+            larger._used,
+        )

@@ -26,15 +26,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from kvstore.arrays import Proof
+
 logger = logging.getLogger(__name__)
 
 Operation = Literal["lookup", "load", "store"]
 
-Hint = int | bool | None
+Hint = Proof | bool | None
 """What the other end knows of a key: for a load its proof, for a store whether the block
 is suspect."""
 
-Answer = tuple[str, int | None]
+Answer = tuple[str, Proof | None]
 """How one key ended: a word, and the proof of the block that is there now, if known."""
 
 READY = 0

@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 from kvstore.__about__ import __version__
 from kvstore.blocks import Blocks, Stored
 from kvstore.buffers import readable, writable
+from kvstore.codecs import Codec, parse_codec
 from kvstore.config import Config, require_proof
 from kvstore.errors import DamagedBlockError, InvalidInputError, LayoutMismatchError
 from kvstore.filesystem import Filesystem
@@ -45,11 +46,7 @@ class BlockStore:
             runs the steps elsewhere, as vLLM's tier does.
     """
 
-    def __init__(
-        self,
-        filesystem: Filesystem,
-        namespace: Namespace,
-    ) -> None:
+    def __init__(self, filesystem: Filesystem, namespace: Namespace, codec: Codec) -> None:
         """Records or compares the documents. Callers use `open`."""
         namespace.claim()
         self.config = namespace.config
@@ -57,7 +54,7 @@ class BlockStore:
         self.url = filesystem.place(namespace.path)
         self.local = filesystem.local
         self.shared = filesystem.shared
-        self.blocks = Blocks(filesystem, namespace)
+        self.blocks = Blocks(filesystem, namespace, codec)
         self.memory = Memory()
         logger.info("opened %s with axes %s", self.url, self.layout.axes)
 
@@ -72,6 +69,7 @@ class BlockStore:
         rank: int = 0,
         storage_options: Mapping[str, Any] | None = None,
         on_mismatch: OnMismatch = "reject",
+        codec: Codec = "none",
         timeout: float = 30.0,
         provenance: Mapping[str, str] | None = None,
     ) -> BlockStore:
@@ -86,6 +84,7 @@ class BlockStore:
             storage_options: what the URL's fsspec filesystem takes.
             on_mismatch: `reject` raises; `isolate` opens a namespace that only this
                 layout uses, and says so in the log.
+            codec: how new blocks are written; those of every codec are read.
             timeout: seconds that one request to an object store may take.
             provenance: who writes, for people; recorded, never compared.
 
@@ -99,6 +98,7 @@ class BlockStore:
             raise InvalidInputError(
                 f"on_mismatch: expected one of {choices}, found {on_mismatch!r}"
             )
+        codec = parse_codec(codec)
         require_proof(config, layout)
         filesystem = Filesystem(url, storage_options, timeout=timeout)
         filesystem.probe()
@@ -113,7 +113,7 @@ class BlockStore:
                 group=group,
                 provenance={"kvstore": __version__, **(provenance or {})},
             )
-            return cls(filesystem, namespace)
+            return cls(filesystem, namespace, codec)
 
         try:
             return at(namespace_path(config))
@@ -143,14 +143,14 @@ class BlockStore:
         if self.memory.was_damaged_lately(key):
             return False
         try:
-            crc = self.blocks.prove(key)
+            proof = self.blocks.prove(key)
         except DamagedBlockError as error:
             self.note_damage(key, str(error))
             return False
-        if crc is None:
+        if proof is None:
             self.memory.forget(key)
             return False
-        self.memory.remember(key, crc)
+        self.memory.remember(key, proof)
         return True
 
     def load(self, key: bytes, buffer: Any) -> bool:

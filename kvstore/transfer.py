@@ -59,8 +59,8 @@ class Transfer:
             if operation == "store":
                 stored, proof = blocks.store(key, row, suspect=bool(hint))
                 return (stored.value, proof), None
-            loaded = blocks.load(key, row, hint)
-            return (LOADED if loaded else ABSENT, hint if loaded else None), None
+            loaded = blocks.load(key, row, hint if isinstance(hint, tuple) else None)
+            return (LOADED if loaded else ABSENT, None), None
         except DamagedBlockError as error:
             return (DAMAGED, None), str(error)
         except KVStoreError as error:

@@ -25,6 +25,7 @@ ORDER = [
     "kvstore.layout",
     "kvstore.config",
     "kvstore.paths",
+    "kvstore.codecs",
     "kvstore.arrays",
     "kvstore.packing",
     "kvstore.urls",
@@ -62,7 +63,8 @@ ORDER = [
 BORDERS = {
     "fsspec": ("kvstore.filesystem", "kvstore.testing"),
     "zarr": ("kvstore.zarr_dtype",),
-    "crc32c": ("kvstore.arrays",),
+    "crc32c": ("kvstore.codecs",),
+    "numcodecs": ("kvstore.codecs",),
     "pytest": ("kvstore.testing",),
     "torch": ("kvstore.vllm.",),
     "vllm": ("kvstore.vllm.",),

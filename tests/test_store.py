@@ -266,7 +266,7 @@ class TestLocal:
             raise OSError(errno.EIO, "Input/output error")
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "readv", failing)
+            patch.setattr(os, "preadv", failing)
             with pytest.raises(StorageError, match="Input/output"):
                 store.load(KEY, bytearray(block.nbytes))
         assert store.load(KEY, bytearray(block.nbytes))

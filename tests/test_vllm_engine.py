@@ -22,7 +22,7 @@ from engine import Answer, EngineFailed, Run, connector, run
 from servers import Server
 from smollm2 import smollm2
 
-from kvstore.arrays import checksum
+from kvstore.codecs import checksum
 
 pytestmark = pytest.mark.timeout(600)
 

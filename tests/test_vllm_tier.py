@@ -76,6 +76,27 @@ def test_stores_looks_up_from_a_new_instance_and_loads(
     assert not target.array[:, nbytes:].any()  # the padding of a row is not KV
 
 
+@pytest.mark.parametrize("codec", ["none", "zstd", "blosc"])
+def test_tiers_of_every_codec_share_their_blocks(
+    tmp_path: Path, codec: str, tiers: list[SecondaryTierManager]
+) -> None:
+    root, config = Root(str(tmp_path)), offloading_config()
+    source, target = Rows(config, 2), Rows(config, 2)
+    source.fill()
+    source.array &= 15  # so that half of the bits can be saved
+    keys = keys_of(2)
+    writer = open_tier(tiers, root, source, codec=codec)
+    assert run_job(writer, "store", keys, [0, 1]).success
+    for chunk in tmp_path.rglob("c.0*"):
+        assert (chunk.stat().st_size < source.nbytes * 3 // 4) == (codec != "none")
+    for reading in ("none", "zstd", "blosc"):
+        reader = open_tier(tiers, root, target, codec=reading)
+        assert look_up(reader, keys) == [HIT, HIT]
+        target.array[:] = 0
+        assert run_job(reader, "load", keys, [0, 1]).success
+        assert (target.array[:, : target.nbytes] == source.array[:, : source.nbytes]).all()
+
+
 @pytest.mark.parametrize(
     "known", [{}, {"kv_heads": 12, "head_size": 64}], ids=["byte", "axes"]
 )
@@ -306,6 +327,8 @@ class TestRefusedAtStart:
             ({}, "url: expected a value"),
             ({"url": "kv", "thread": 8}, "Did you mean 'threads'"),
             ({"url": "kv", "on_mismatch": "maybe"}, "on_mismatch: expected one of"),
+            ({"url": "kv", "codec": "gzip"}, "codec: expected one of"),
+            ({"url": "kv", "codec": None}, "codec: expected str, found None"),
             (
                 {"url": "kv", "io_timeout": 1e12},
                 "io_timeout: expected more than 0, at most",

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_ASKED = -1
-_MISS = -2
+from kvstore.arrays import Proof
+
+_UNASKED = True
 
 
 class Lookups:
@@ -23,7 +24,7 @@ class Lookups:
 
     def __init__(self) -> None:
         """Nothing has been asked."""
-        self._verdicts: dict[bytes, int] = {}
+        self._verdicts: dict[bytes, Proof | bool | None] = {}  # None: not known yet
         self._holders: dict[bytes, int] = {}
         self._requests: dict[str, set[bytes]] = {}
         self._new: list[bytes] = []
@@ -36,36 +37,36 @@ class Lookups:
         if key not in keys:
             keys.add(key)
             self._holders[key] = self._holders.get(key, 0) + 1
-        verdict = self._verdicts.get(key)
-        if verdict is None:
-            self._verdicts[key] = _ASKED
+        verdict = self._verdicts.get(key, _UNASKED)
+        if verdict is _UNASKED:
+            self._verdicts[key] = None
             self._new.append(key)
             return None
-        return None if verdict == _ASKED else verdict != _MISS
+        return None if verdict is None else verdict is not False
 
     def take_new(self) -> list[bytes]:
         """The keys whose verdict is still to be found."""
         new, self._new = self._new, []
-        return [key for key in new if self._verdicts[key] == _ASKED]
+        return [key for key in new if self._verdicts[key] is None]
 
-    def tell(self, keys: Sequence[bytes], proofs: Iterable[int | None]) -> None:
+    def tell(self, keys: Sequence[bytes], proofs: Iterable[Proof | None]) -> None:
         """What was found: the proof of each key that is there, None for the others."""
         for key, proof in zip(keys, proofs, strict=True):
             if key not in self._holders:
                 self._verdicts.pop(key, None)  # whoever asked has gone
             else:
-                self._verdicts[key] = _MISS if proof is None else proof
+                self._verdicts[key] = False if proof is None else proof
 
-    def proof(self, key: bytes) -> int | None:
+    def proof(self, key: bytes) -> Proof | None:
         """The proof of a key that is there."""
-        verdict = self._verdicts.get(key, _MISS)
-        return verdict if verdict >= 0 else None
+        verdict = self._verdicts.get(key)
+        return verdict if isinstance(verdict, tuple) else None
 
     def mark_miss(self, keys: Iterable[bytes]) -> None:
         """These could not be loaded. A lookup that is under way tells for itself."""
         for key in keys:
-            if self._verdicts.get(key, _ASKED) != _ASKED:
-                self._verdicts[key] = _MISS
+            if self._verdicts.get(key) is not None:
+                self._verdicts[key] = False
 
     def forget(self, request: str) -> None:
         """The request is finished. What nobody else holds is asked anew the next time."""
@@ -73,5 +74,5 @@ class Lookups:
             self._holders[key] -= 1
             if not self._holders[key]:
                 del self._holders[key]
-                if self._verdicts[key] != _ASKED:
+                if self._verdicts[key] is not None:
                     del self._verdicts[key]

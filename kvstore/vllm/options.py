@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.codecs import CODECS
 from kvstore.errors import InvalidInputError
 from kvstore.records import Record
 
@@ -47,6 +48,7 @@ class TierOptions(Record):
         storage_options: what the URL's fsspec filesystem takes, e.g. `endpoint_url`.
         on_mismatch: `reject` stops the engine when another layout is recorded under the
             URL; `isolate` gives this layout a namespace of its own.
+        codec: how new blocks are written: `none`, `zstd` or `blosc`. All are read.
         threads: blocks that are transferred at once.
         processes: processes that transfer them beside the engine; 0 for threads of the
             engine's own process. Up to 4, as many as there are cores, if it is not given.
@@ -60,6 +62,7 @@ class TierOptions(Record):
     url: str
     storage_options: dict[str, Any] | None = None
     on_mismatch: str = "reject"
+    codec: str = "none"
     threads: int = 8
     processes: int | None = None
     io_timeout: float = 30.0
@@ -71,6 +74,7 @@ class TierOptions(Record):
         """Refuse values that could not work."""
         for name, choices in (
             ("on_mismatch", ("reject", "isolate")),
+            ("codec", CODECS),
             ("locality", (None, "LOCAL", "REMOTE")),
         ):
             if getattr(self, name) not in choices:

@@ -32,6 +32,7 @@ from vllm.v1.kv_offload.tiering.base import (
 )
 
 from kvstore.blocks import Stored
+from kvstore.codecs import parse_codec
 from kvstore.config import Config
 from kvstore.errors import InvalidInputError
 from kvstore.jobs import Job, JobRunner, Launched, Outcome
@@ -139,6 +140,7 @@ class KVStoreTier(SecondaryTierManager):
                 group=group.group_id,
                 storage_options=options.storage_options,
                 on_mismatch=options.on_mismatch,  # type: ignore[arg-type]  # checked by TierOptions
+                codec=parse_codec(options.codec),
                 timeout=options.io_timeout,
                 provenance={"engine": f"vllm {require_supported()}"},
             )
