@@ -42,6 +42,7 @@ ORDER = [
     "kvstore.transfer",
     "kvstore.region",
     "kvstore.processes",
+    "kvstore.links",
     "kvstore.jobs",
     "kvstore.tensors",
     "kvstore.rows",

@@ -35,8 +35,9 @@ from kvstore.blocks import Stored
 from kvstore.codecs import parse_codec
 from kvstore.config import Config
 from kvstore.errors import InvalidInputError
-from kvstore.jobs import Job, JobRunner, Launched, Outcome
+from kvstore.jobs import Job, JobRunner, Outcome
 from kvstore.layout import Layout
+from kvstore.links import Launched
 from kvstore.mover import FAILED, Answer
 from kvstore.processes import ProcessMover, Task, ThreadMover
 from kvstore.region import Region
