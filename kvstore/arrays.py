@@ -24,9 +24,23 @@ from kvstore.errors import (
 )
 from kvstore.layout import ITEM_BYTES, Layout
 
-Proof = tuple[int, Codec]
-"""What a block's document vouches for: the payload's checksum, and how the chunk holds the
-payload. A plain tuple, since every lookup makes one."""
+Proof = int
+"""What a block's document vouches for, as one number: the payload's crc32c, and above it
+the index in `CODECS` of how the chunk holds the payload. Every lookup makes one, and a
+number is no work for Python's garbage collector."""
+
+_CRC_BITS = 32
+
+
+def make_proof(crc: int, codec: Codec) -> Proof:
+    """Join a payload's checksum and its codec."""
+    return crc | CODECS.index(codec) << _CRC_BITS
+
+
+def split_proof(proof: Proof) -> tuple[int, Codec]:
+    """The inverse of `make_proof`."""
+    return proof & (1 << _CRC_BITS) - 1, CODECS[proof >> _CRC_BITS]
+
 
 FORMAT = 1
 MAX_DOCUMENT_BYTES = 1 << 20
@@ -100,7 +114,7 @@ class ArrayFormat:
                 and document[end:] == self._tail
                 and _CRC_BYTES.fullmatch(document, start, end)
             ):
-                return int(document[start:end], 16), codec
+                return make_proof(int(document[start:end], 16), codec)
         return self._parse(document, key, place)
 
     def _parse(self, document: bytes, key: bytes, place: str) -> Proof:
@@ -121,7 +135,7 @@ class ArrayFormat:
         for name in found.keys() - expected.keys():
             if not _may_ignore(name, found[name]):
                 _require(place, name, None, found[name])
-        return crc, codec
+        return make_proof(crc, codec)
 
 
 def _array_document(layout: Layout, group: int, codec: Codec) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from kvstore.arrays import (
     Proof,
     group_document,
     item_bytes,
+    make_proof,
+    split_proof,
 )
 from kvstore.codecs import (
     TRAILER_BYTES,
@@ -81,6 +83,22 @@ class Blocks:
         if document is None:
             return None
         return self._format.proved(document, key, place=self._filesystem.place(path))
+
+    def look(self, key: bytes) -> tuple[bool, Proof | None]:
+        """Whether a load is worth while, in the cheapest way that storage has.
+
+        In a folder it is whether the block's document is there, without a look into it: the
+        load will prove it. In an object store that costs as much as the proof, so that is
+        what comes with it.
+
+        Raises:
+            DamagedBlockError: the document is not this block's.
+            StorageError: storage could not tell.
+        """
+        if self._filesystem.local:
+            return self._filesystem.exists(f"{self._path(key)}/{DOCUMENT}"), None
+        proof = self.prove(key)
+        return proof is not None, proof
 
     def load(self, key: bytes, payload: memoryview, proof: Proof | None) -> bool:
         """Fill `payload` with the block, proved; False if it is absent.
@@ -152,7 +170,7 @@ class Blocks:
         path = f"{self._path(key)}/{self._format.chunk_name}"
         place = self._filesystem.place(path)
         longest = payload.nbytes + TRAILER_BYTES
-        vouched, codec = proof
+        vouched, codec = split_proof(proof)
         if codec == "none":
             trailer = bytearray(TRAILER_BYTES)
             length = self._filesystem.read_into(path, [payload, memoryview(trailer)])
@@ -180,7 +198,7 @@ class Blocks:
             self._namespace.claim()
             self._ensure_fan_out(key)
             ours = self._filesystem.publish(path, self._files(key, chunk), replace=replace)
-        return (chunk.crc, chunk.codec) if ours else None
+        return make_proof(chunk.crc, chunk.codec) if ours else None
 
     def _files(self, key: bytes, chunk: _Chunk) -> Files:
         def document() -> Iterator[bytes]:

@@ -105,6 +105,17 @@ class Filesystem:
         """The URL of `path`, for messages."""
         return f"{self.url}/{path}" if path else self.url
 
+    def exists(self, path: str) -> bool:
+        """Whether a file is there. For local roots only."""
+        try:
+            os.stat(self._at(path))
+        except _ABSENT:
+            return False
+        except OSError:
+            with self._errors("read", path):
+                raise
+        return True
+
     def read(self, path: str, limit: int) -> bytes | None:
         """A small file's first `limit` bytes, in one request; None if it is absent."""
         if not self.local:

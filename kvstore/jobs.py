@@ -18,12 +18,13 @@ import logging
 import select
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.arrays import Proof
 from kvstore.errors import InvalidInputError
 from kvstore.links import Launched, Link
-from kvstore.mover import FAILED, Answer, Hint, Operation, Part
+from kvstore.mover import FAILED, Hint, Operation, Part, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +52,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended: an answer for each key, what went wrong with some of them, by their
-    index, and its seconds.
+    """How a job ended: for each key a word and maybe a proof, as in `mover.Reply`; what
+    went wrong with some of them, by their index; and its seconds.
     """
 
     job: Job
-    answers: Sequence[Answer]
+    words: Sequence[str]
+    proofs: Sequence[Proof | None]
     problems: Mapping[int, str]
     seconds: float
 
@@ -65,7 +67,8 @@ class Outcome:
 class _Running:
     job: Job
     started: float
-    answers: list[Answer]
+    words: list[str]
+    proofs: list[Proof | None]
     parts: int = 0
     problems: dict[int, str] = field(default_factory=dict)
 
@@ -106,7 +109,7 @@ class JobRunner:
     def submit(self, job: Job) -> None:
         """Deal a job out. One whose keys and slots do not match fails as a whole."""
         count = len(job.keys)
-        running = _Running(job, time.monotonic(), [(FAILED, None)] * count)
+        running = _Running(job, time.monotonic(), [FAILED] * count, [None] * count)
         fits = job.operation == "lookup" or count == len(job.slots)
         with self._lock:
             self._open += 1
@@ -191,7 +194,7 @@ class JobRunner:
         for number, _ in self._poller.poll(milliseconds):
             link = self._by_number[number]
             for part, reply in link.replies():
-                self._settle(part, reply.answers, reply.problems)
+                self._settle(part, reply)
             if not link.up:
                 self._ended(link)
         now = time.monotonic()
@@ -199,13 +202,13 @@ class JobRunner:
             self._looked_after = now
             self._look_after(now)
 
-    def _settle(
-        self, part: Part, answers: Iterable[Answer], problems: Mapping[int, str]
-    ) -> None:
+    def _settle(self, part: Part, reply: Reply) -> None:
         """A part has ended; with the last one the job has."""
         running, start = self._running.pop(part.number)
-        running.answers[start : start + len(part.keys)] = answers
-        for i, problem in problems.items():
+        stop = start + len(part.keys)
+        running.words[start:stop] = reply.words
+        running.proofs[start:stop] = reply.proofs
+        for i, problem in reply.problems.items():
             running.problems[start + i] = problem
         running.parts -= 1
         if not running.parts:
@@ -214,7 +217,7 @@ class JobRunner:
     def _end(self, running: _Running) -> None:
         seconds = time.monotonic() - running.started
         self._finished.append(
-            Outcome(running.job, running.answers, running.problems, seconds)
+            Outcome(running.job, running.words, running.proofs, running.problems, seconds)
         )
         self._open -= 1
 
@@ -263,7 +266,9 @@ class JobRunner:
         del self._by_number[number]
         link.up = False
         for part in link.close():
-            self._settle(part, [(FAILED, None)] * len(part.keys), {0: DIED})
+            count = len(part.keys)
+            lost = Reply(part.number, [FAILED] * count, [None] * count, {0: DIED})
+            self._settle(part, lost)
         if not self._stopping:
             logger.warning(
                 "a process that transfers blocks has ended and is started again; the %d "

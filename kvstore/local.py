@@ -14,18 +14,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import shutil
+from array import array
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+logger = logging.getLogger(__name__)
 
 TEMPORARY = ".kvstore-tmp"
 """The folder of temporary names below a local root."""
 
 PAGE = 4096
 """Bytes to which direct reads are aligned, in memory and in the file."""
+
+_GET_FLAGS, _SET_FLAGS, _TOP_FOLDER = 0x80086601, 0x40086602, 0x20000
+"""`FS_IOC_GETFLAGS`, `FS_IOC_SETFLAGS` and `EXT4_TOPDIR_FL`, of linux/fs.h."""
 
 _OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
@@ -261,9 +268,29 @@ def _scratch(root: str, *, folder: bool) -> str:
         pass
     with contextlib.suppress(FileExistsError):
         os.mkdir(parent)
+        _spread(parent)
     if folder:
         os.mkdir(scratch)
     return scratch
+
+
+def _spread(folder: str) -> None:
+    """Ask the filesystem to keep what is made in a folder far apart, where it knows how.
+
+    ext4 gives no inode again for a minute or more after its file was deleted, but passes
+    over it at every new file of the same group: beside an eviction, publishing becomes
+    several times slower. `chattr +T` lets each new folder begin in a group of its own.
+    """
+    flags = array("i", [0])
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(descriptor, _GET_FLAGS, flags)
+        flags[0] |= _TOP_FOLDER
+        fcntl.ioctl(descriptor, _SET_FLAGS, flags)
+    except OSError as error:
+        logger.debug("%s: no such hint here: %s", folder, error)
+    finally:
+        os.close(descriptor)
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:

@@ -9,7 +9,6 @@ from collections import Counter
 
 from kvstore.arrays import Proof
 from kvstore.blocks import Stored
-from kvstore.codecs import CODECS
 
 
 class Memory:
@@ -92,10 +91,6 @@ class Memory:
             return {name: self._counts[name] for name in names}
 
 
-_CRC_BITS = 32
-_CRC = (1 << _CRC_BITS) - 1
-
-
 class _Proofs:
     """Proofs by the hashes of keys, 16 bytes a place, in many small tables.
 
@@ -108,13 +103,10 @@ class _Proofs:
         self._tables = [_Table() for _ in range(self.TABLES)]
 
     def get(self, hashed: int) -> Proof | None:
-        packed = self._tables[hashed % self.TABLES].get(hashed)
-        return None if packed is None else (packed & _CRC, CODECS[packed >> _CRC_BITS])
+        return self._tables[hashed % self.TABLES].get(hashed)
 
     def put(self, hashed: int, proof: Proof) -> None:
-        crc, codec = proof
-        packed = crc | CODECS.index(codec) << _CRC_BITS
-        self._tables[hashed % self.TABLES].put(hashed, packed)
+        self._tables[hashed % self.TABLES].put(hashed, proof)
 
     def drop(self, hashed: int) -> None:
         self._tables[hashed % self.TABLES].drop(hashed)
@@ -133,7 +125,7 @@ class _Table:
 
     def __init__(self, places: int = 2 * BUCKET) -> None:
         self._hashes = array("q", bytes(8 * places))
-        self._values = array("Q", bytes(8 * places))
+        self._proofs = array("Q", bytes(8 * places))
         self._used = 0
 
     def _bucket(self, hashed: int) -> range:
@@ -146,11 +138,11 @@ class _Table:
                 return place
         return None
 
-    def get(self, hashed: int) -> int | None:
+    def get(self, hashed: int) -> Proof | None:
         place = self._find(hashed)
-        return None if place is None else self._values[place]
+        return None if place is None else self._proofs[place]
 
-    def put(self, hashed: int, value: int) -> None:
+    def put(self, hashed: int, proof: Proof) -> None:
         if not hashed:
             return  # it marks a place as empty
         if 2 * self._used >= len(self._hashes) < self.LIMIT:
@@ -159,7 +151,7 @@ class _Table:
         if place is None:
             place = self._room(hashed)
         self._hashes[place] = hashed
-        self._values[place] = value
+        self._proofs[place] = proof
 
     def _room(self, hashed: int) -> int:
         bucket = self._bucket(hashed)
@@ -177,10 +169,10 @@ class _Table:
 
     def _double(self) -> None:
         larger = _Table(2 * len(self._hashes))
-        for hashed, value in zip(self._hashes, self._values, strict=True):
-            larger.put(hashed, value)
-        self._hashes, self._values, self._used = (
+        for hashed, proof in zip(self._hashes, self._proofs, strict=True):
+            larger.put(hashed, proof)
+        self._hashes, self._proofs, self._used = (
             larger._hashes,
-            larger._values,
+            larger._proofs,
             larger._used,
         )

@@ -36,8 +36,6 @@ Hint = Proof | bool | None
 """What the other end knows of a key: for a load its proof, for a store whether the block
 is suspect."""
 
-Answer = tuple[str, Proof | None]
-"""How one key ended: a word, and the proof of the block that is there now, if known."""
 
 READY = 0
 """The number of the reply to nothing, which a mover sends when it can take parts."""
@@ -72,21 +70,25 @@ class Part(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """How a part ended: an answer for each key, and what went wrong with the first few."""
+    """How a part ended: for each key a word, and the proof of the block that is there now
+    if it is known; and what went wrong with the first few.
+    """
 
     number: int
-    answers: Sequence[Answer]
+    words: Sequence[str]
+    proofs: Sequence[Proof | None]
     problems: Mapping[int, str]
 
 
-Perform = Callable[[Operation, bytes, int, Hint], tuple[Answer, str | None]]
-"""Does one key; returns the answer, and what went wrong if anything did."""
+Perform = Callable[[Operation, bytes, int, Hint], tuple[str, Proof | None, str | None]]
+"""Does one key; returns its word, its proof, and what went wrong if anything did."""
 
 
 @dataclass(slots=True)
 class _Running:
     part: Part
-    answers: list[Answer]
+    words: list[str]
+    proofs: list[Proof | None]
     pending: int
     problems: dict[int, str] = field(default_factory=dict)
 
@@ -142,7 +144,7 @@ class Mover:
         """
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
-        self._send(Reply(READY, (), {}))
+        self._send(Reply(READY, (), (), {}))
         try:
             while still_wanted():
                 if poller.poll(1000):
@@ -158,7 +160,7 @@ class Mover:
 
     def _take(self, part: Part) -> None:
         count = len(part.keys)
-        running = _Running(part, [(FAILED, None)] * count, count)
+        running = _Running(part, [FAILED] * count, [None] * count, count)
         queue = self._queues[part.operation]
         whole = part.operation == "lookup" and self._lookups == 1
         step = count if whole else 1
@@ -228,19 +230,19 @@ class Mover:
             if time.monotonic() >= part.deadline:
                 problems[i] = LATE
                 continue
-            running.answers[i], problem = self._one(part, i)
+            running.words[i], running.proofs[i], problem = self._one(part, i)
             if problem is not None:
                 problems[i] = problem
         self._settle(running, len(indices), problems)
 
-    def _one(self, part: Part, index: int) -> tuple[Answer, str | None]:
+    def _one(self, part: Part, index: int) -> tuple[str, Proof | None, str | None]:
         slot = part.slots[index] if part.slots else -1
         hint = part.hints[index] if part.hints else None
         try:
             return self._perform(part.operation, part.keys[index], slot, hint)
         except BaseException as error:  # whatever it is, the part must end
             logger.exception("%s of a block failed unexpectedly", part.operation)
-            return (FAILED, None), f"{type(error).__name__}: {error}"
+            return FAILED, None, f"{type(error).__name__}: {error}"
 
     def _settle(self, running: _Running, keys: int, problems: Mapping[int, str]) -> None:
         """So many more keys have ended; with the last one the part is answered."""
@@ -250,7 +252,9 @@ class Mover:
             running.pending -= keys
             if running.pending:
                 return
-        self._send(Reply(running.part.number, running.answers, running.problems))
+        self._send(
+            Reply(running.part.number, running.words, running.proofs, running.problems)
+        )
 
     def _send(self, reply: Reply) -> None:
         try:

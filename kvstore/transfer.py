@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.arrays import Proof
 from kvstore.blocks import Blocks, Stored
 from kvstore.errors import DamagedBlockError, InvalidInputError, KVStoreError
-from kvstore.mover import FAILED, Answer, Hint, Operation
+from kvstore.mover import FAILED, Hint, Operation
 from kvstore.store import BlockStore
 
 FOUND, ABSENT, DAMAGED, LOADED = "found", "absent", "damaged", "loaded"
@@ -44,35 +45,36 @@ class Transfer:
 
     def __call__(
         self, operation: Operation, key: bytes, slot: int, hint: Hint
-    ) -> tuple[Answer, str | None]:
+    ) -> tuple[str, Proof | None, str | None]:
         """Do one key of a part; see `mover.Perform`."""
         blocks = self._blocks.get(key_group(key))
         try:
             if blocks is None:
                 raise InvalidInputError(f"key: no KV group has the number {key_group(key)}")
             if operation == "lookup":
-                proof = blocks.prove(key)
-                return (FOUND if proof is not None else ABSENT, proof), None
+                there, proof = blocks.look(key)
+                return FOUND if there else ABSENT, proof, None
             if not 0 <= slot < len(self._rows):
                 raise InvalidInputError(f"slot: no row has the number {slot}")
             row = memoryview(self._rows[slot, : blocks.nbytes])
             if operation == "store":
-                stored, proof = blocks.store(key, row, suspect=bool(hint))
-                return (stored.value, proof), None
-            loaded = blocks.load(key, row, hint if isinstance(hint, tuple) else None)
-            return (LOADED if loaded else ABSENT, None), None
+                stored, proof = blocks.store(key, row, suspect=hint is True)
+                return stored.value, proof, None
+            there = blocks.load(key, row, hint)
+            return LOADED if there else ABSENT, None, None
         except DamagedBlockError as error:
-            return (DAMAGED, None), str(error)
+            return DAMAGED, None, str(error)
         except KVStoreError as error:
-            return (FAILED, None), str(error)
+            return FAILED, None, str(error)
 
 
-def learn(store: BlockStore, key: bytes, answer: Answer, problem: str | None) -> None:
-    """Remember how a key ended in another process.
+def learn(
+    store: BlockStore, key: bytes, word: str, proof: Proof | None, problem: str | None
+) -> None:
+    """Remember how a key ended in a mover.
 
     Proofs are remembered where a look costs a request; a folder answers as fast as memory.
     """
-    word, proof = answer
     memory = store.memory
     if word == DAMAGED:
         store.note_damage(key, problem or store.block_url(key))

@@ -9,22 +9,21 @@ Locking: none. vLLM never enters two calls of a tier at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from kvstore.arrays import Proof
-
-_UNASKED = True
 
 
 class Lookups:
     """Verdicts by key, and who waits for them.
 
-    A hit is kept as the block's proof, so that its load need not prove it again.
+    Where a proof came with a hit it is kept, so that the load need not prove it again.
     """
 
     def __init__(self) -> None:
         """Nothing has been asked."""
-        self._verdicts: dict[bytes, Proof | bool | None] = {}  # None: not known yet
+        self._verdicts: dict[bytes, bool | None] = {}  # None: not known yet
+        self._proofs: dict[bytes, Proof] = {}
         self._holders: dict[bytes, int] = {}
         self._requests: dict[str, set[bytes]] = {}
         self._new: list[bytes] = []
@@ -37,30 +36,30 @@ class Lookups:
         if key not in keys:
             keys.add(key)
             self._holders[key] = self._holders.get(key, 0) + 1
-        verdict = self._verdicts.get(key, _UNASKED)
-        if verdict is _UNASKED:
+        try:
+            return self._verdicts[key]
+        except KeyError:
             self._verdicts[key] = None
             self._new.append(key)
             return None
-        return None if verdict is None else verdict is not False
 
     def take_new(self) -> list[bytes]:
         """The keys whose verdict is still to be found."""
         new, self._new = self._new, []
         return [key for key in new if self._verdicts[key] is None]
 
-    def tell(self, keys: Sequence[bytes], proofs: Iterable[Proof | None]) -> None:
-        """What was found: the proof of each key that is there, None for the others."""
-        for key, proof in zip(keys, proofs, strict=True):
-            if key not in self._holders:
-                self._verdicts.pop(key, None)  # whoever asked has gone
-            else:
-                self._verdicts[key] = False if proof is None else proof
+    def tell(self, key: bytes, there: bool, proof: Proof | None) -> None:
+        """What was found."""
+        if key not in self._holders:
+            del self._verdicts[key]  # whoever asked has gone
+            return
+        self._verdicts[key] = there
+        if proof is not None:
+            self._proofs[key] = proof
 
     def proof(self, key: bytes) -> Proof | None:
-        """The proof of a key that is there."""
-        verdict = self._verdicts.get(key)
-        return verdict if isinstance(verdict, tuple) else None
+        """The proof of a key that is there, if it is known."""
+        return self._proofs.get(key)
 
     def mark_miss(self, keys: Iterable[bytes]) -> None:
         """These could not be loaded. A lookup that is under way tells for itself."""
@@ -74,5 +73,6 @@ class Lookups:
             self._holders[key] -= 1
             if not self._holders[key]:
                 del self._holders[key]
+                self._proofs.pop(key, None)
                 if self._verdicts[key] is not None:
                     del self._verdicts[key]

@@ -38,11 +38,11 @@ from kvstore.errors import InvalidInputError
 from kvstore.jobs import Job, JobRunner, Outcome
 from kvstore.layout import Layout
 from kvstore.links import Launched
-from kvstore.mover import FAILED, Answer
+from kvstore.mover import FAILED
 from kvstore.processes import ProcessMover, Task, ThreadMover
 from kvstore.region import Region
 from kvstore.store import BlockStore
-from kvstore.transfer import LOADED, Transfer, key_group, learn
+from kvstore.transfer import FOUND, LOADED, Transfer, key_group, learn
 from kvstore.urls import safe_url
 from kvstore.vllm.identity import offloading_identity
 from kvstore.vllm.layout import bare_layout, row_bytes
@@ -208,7 +208,7 @@ class KVStoreTier(SecondaryTierManager):
             proof = None if store.local else store.memory.recall(key)
             if proof is None:
                 return None
-        self._lookups.tell([key], [proof])
+        self._lookups.tell(key, proof is not None, proof)
         return proof is not None
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -241,8 +241,9 @@ class KVStoreTier(SecondaryTierManager):
         if self._jobs is not None:
             self._jobs.submit(job)
         else:
-            nothing: list[Answer] = [(FAILED, None)] * len(job.keys)
-            self._end(Outcome(job, nothing, {0: "nothing is open yet"}, 0.0))
+            count = len(job.keys)
+            problems = {0: "nothing is open yet"}
+            self._end(Outcome(job, [FAILED] * count, [None] * count, problems, 0.0))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """What ended since the last call. A key that failed to load becomes a miss, or
@@ -260,34 +261,35 @@ class KVStoreTier(SecondaryTierManager):
     def _end(self, outcome: Outcome) -> None:
         """Learn from a job, and keep what vLLM is to be told."""
         job = outcome.job
-        for i, (key, answer) in enumerate(zip(job.keys, outcome.answers, strict=True)):
+        told = zip(job.keys, outcome.words, outcome.proofs, strict=True)
+        for i, (key, word, proof) in enumerate(told):
             store = self.stores.get(key_group(key))
             if store is not None:
-                learn(store, key, answer, outcome.problems.get(i))
-        failed = [i for i, (word, _) in enumerate(outcome.answers) if word == FAILED]
+                learn(store, key, word, proof, outcome.problems.get(i))
+            if job.operation == "lookup":
+                self._lookups.tell(key, word == FOUND, proof)
+        failed = outcome.words.count(FAILED)
         if failed:
             logger.warning(
                 "%s of %d of %d blocks failed; the first: %s",
                 job.operation,
-                len(failed),
+                failed,
                 len(job.keys),
                 next(iter(outcome.problems.values()), "no reason was given"),
             )
-        if job.operation == "lookup":
-            self._lookups.tell(job.keys, [proof for _, proof in outcome.answers])
-        else:
+        if job.operation != "lookup":
             self._results.append(self._result(outcome))
 
     def _result(self, outcome: Outcome) -> JobResult:
         job = outcome.job
-        ended = list(zip(job.keys, outcome.answers, strict=True))
-        done = [OffloadKey(key) for key, (word, _) in ended if word in _DONE]
-        if job.operation == "load":
-            self._lookups.mark_miss(key for key, (word, _) in ended if word not in _DONE)
+        ended = list(zip(job.keys, outcome.words, strict=True))
+        done = tuple(OffloadKey(key) for key, word in ended if word in _DONE)
+        if job.operation == "load" and len(done) < len(ended):
+            self._lookups.mark_miss(key for key, word in ended if word not in _DONE)
         return JobResult(
             job_id=job.job_id,
             success=len(done) == len(job.keys) == len(job.slots),
-            successful_keys=tuple(done) or None,
+            successful_keys=done or None,
             transfer_time=outcome.seconds,
             transfer_bytes=len(done) * self._row_bytes,
         )
