@@ -190,13 +190,15 @@ class JobRunner:
         link.send(part)
 
     def _poll(self, milliseconds: int) -> None:
-        """Take every reply that is there."""
+        """Take every reply that is there, and send on what had no room."""
         for number, _ in self._poller.poll(milliseconds):
             link = self._by_number[number]
             for part, reply in link.replies():
                 self._settle(part, reply)
             if not link.up:
                 self._ended(link)
+        for link in self._links:
+            link.flush()
         now = time.monotonic()
         if now - self._looked_after > 1.0:
             self._looked_after = now
@@ -250,7 +252,6 @@ class JobRunner:
                 self._register(link)
             if not link.up:
                 continue
-            link.flush()
             oldest = next(iter(link.parts.values()), None)
             if oldest is not None and now > oldest.deadline + self._grace:
                 logger.warning(

@@ -5,8 +5,7 @@ lie in one folder below the root: beside the namespaces and not inside one, so t
 Zarr tool ever walks into a block that is half written, and of a length that does not
 depend on the final name.
 
-Stores go through the page cache: an engine that restarts then reads at the speed of
-memory. What is no longer cached is read past it, since the CPU tier above caches too.
+All goes through the page cache, so that an engine that restarts reads at memory's speed.
 """
 
 from __future__ import annotations
@@ -21,15 +20,13 @@ import shutil
 from array import array
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 logger = logging.getLogger(__name__)
 
 TEMPORARY = ".kvstore-tmp"
 """The folder of temporary names below a local root."""
 
 PAGE = 4096
-"""Bytes to which direct reads are aligned, in memory and in the file."""
+"""Bytes of a first read: more than a block's document has."""
 
 _GET_FLAGS, _SET_FLAGS, _TOP_FOLDER = 0x80086601, 0x40086602, 0x20000
 """`FS_IOC_GETFLAGS`, `FS_IOC_SETFLAGS` and `EXT4_TOPDIR_FL`, of linux/fs.h."""
@@ -38,26 +35,18 @@ _OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
-_uncertain: set[int] = set()
-"""Devices whose filesystems cannot tell what is cached: tmpfs, where everything is, and
-others, where the kernel's ordinary read is best. At most one number for each mount."""
-
-
 def read_into(name: str, buffers: Sequence[memoryview]) -> int:
-    """Scatter a file into `buffers`: open, fstat, one read or two, close.
+    """Scatter a file into `buffers`: open, fstat, one read, close.
 
     Returns:
         The file's length. Unless it is exactly what the buffers hold, nothing is read.
     """
-    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = _open(name)
     try:
-        status = os.fstat(descriptor)
-        length = status.st_size
+        length = os.fstat(descriptor).st_size
         if length != sum(buffer.nbytes for buffer in buffers):
             return length
-        done = 0
-        if status.st_dev not in _uncertain:
-            done = _read_cached(descriptor, buffers, status.st_dev)
+        done = os.preadv(descriptor, buffers, 0)
         while done < length:
             count = os.preadv(descriptor, _rest(buffers, done), done)
             if not count:
@@ -68,47 +57,9 @@ def read_into(name: str, buffers: Sequence[memoryview]) -> int:
     return length
 
 
-def _read_cached(descriptor: int, buffers: Sequence[memoryview], device: int) -> int:
-    """Read what the page cache holds of a file's beginning; if that is not all, the rest
-    past it, as far as it is aligned. Returns how far that went.
-    """
-    try:
-        done = os.preadv(descriptor, buffers, 0, os.RWF_NOWAIT)
-    except BlockingIOError:
-        done = 0
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        _uncertain.add(device)
-        return 0
-    if done < buffers[0].nbytes and (direct := _alignment(buffers[0])):
-        done = _read_direct(descriptor, buffers[0][:direct]) or done
-    return done
-
-
-def _alignment(payload: memoryview) -> int:
-    """How many bytes a direct read can fill, from the start."""
-    address: int = np.frombuffer(payload, np.uint8).ctypes.data
-    return 0 if address % PAGE else payload.nbytes // PAGE * PAGE
-
-
-def _read_direct(descriptor: int, payload: memoryview) -> int:
-    """Past the page cache. Returns 0 where the filesystem cannot."""
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-        count = os.preadv(descriptor, [payload], 0)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        count = 0
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-    return count
-
-
 def read(name: str, limit: int) -> bytes:
     """The first `limit` bytes of a small file: open, read, close."""
-    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = _open(name)
     try:
         # A block's document fits into the first read, and a short read of a file is its
         # end; asking for `limit` at once would allocate as much.
@@ -119,6 +70,19 @@ def read(name: str, limit: int) -> bytes:
     finally:
         os.close(descriptor)
     return data
+
+
+def _open(name: str) -> int:
+    """Open a file to read it, and leave its time of access alone.
+
+    Else the first read of a file also reads, and soon writes, the disk's page of inodes: a
+    read that is not cached then takes twice as long.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return os.open(name, flags | os.O_NOATIME)
+    except PermissionError:
+        return os.open(name, flags)  # only its owner may ask for that
 
 
 def write(name: str, parts: Iterable[memoryview | bytes]) -> None:
