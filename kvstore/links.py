@@ -51,6 +51,7 @@ class Link:
         self.parts: dict[int, Part] = {}
         self.keys = 0
         self._channel: socket.socket
+        self._buffer = memoryview(bytearray(MAX_MESSAGE_BYTES))
         self._unsent: deque[bytes] = deque()
         self._pause = 0.0
         self._not_before = 0.0
@@ -92,15 +93,15 @@ class Link:
         """What the mover has answered. After that, `up` tells whether it has ended."""
         while True:
             try:
-                message = self._channel.recv(MAX_MESSAGE_BYTES)
+                length = self._channel.recv_into(self._buffer)
             except BlockingIOError:
                 return
             except OSError:
-                message = b""
-            if not message:
+                length = 0
+            if not length:
                 self.up = False
                 return
-            reply = Reply(*pickle.loads(message))
+            reply = Reply(*pickle.loads(self._buffer[:length]))
             if reply.number == READY:
                 self.ready = True
                 continue

@@ -6,9 +6,13 @@ import threading
 import time
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 
 from kvstore.arrays import Proof
 from kvstore.blocks import Stored
+
+_WELL = frozenset(("loaded", *Stored))
+"""Words of keys whose blocks are healthy now."""
 
 
 class Memory:
@@ -41,10 +45,14 @@ class Memory:
         with self._lock:
             return self._proofs.get(hash(key))
 
+    @property
+    def has_damage(self) -> bool:
+        """Whether any block is remembered as damaged."""
+        return bool(self._damaged)
+
     def was_damaged_lately(self, key: bytes) -> bool:
         """Whether it is worth no look: the block was found damaged a moment ago."""
-        with self._lock:
-            found = self._damaged.get(key)
+        found = self._damaged.get(key)  # one step, so it needs no lock
         return found is not None and time.monotonic() - found < self.DAMAGE_SECONDS
 
     def is_damaged(self, key: bytes) -> bool:
@@ -77,6 +85,19 @@ class Memory:
         with self._lock:
             self._counts["loaded"] += 1
             self._damaged.pop(key, None)
+
+    def note_many(self, keys: Sequence[bytes], words: Sequence[str]) -> None:
+        """How many keys ended at once: `loaded`, `stored`, `repaired`, or otherwise."""
+        with self._lock:
+            self._counts.update(words)
+            if Stored.REPAIRED in words:  # damage may have been found by the store itself
+                told = zip(keys, words, strict=True)
+                found = (key for key, word in told if word == Stored.REPAIRED)
+                self._counts["damaged"] += sum(key not in self._damaged for key in found)
+            if self._damaged:
+                for key, word in zip(keys, words, strict=True):
+                    if word in _WELL:
+                        self._damaged.pop(key, None)
 
     def forget(self, key: bytes) -> None:
         """The block is not there, or not any more."""

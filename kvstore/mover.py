@@ -142,16 +142,17 @@ class Mover:
         Args:
             still_wanted: asked every second; False is as good as a closed end.
         """
+        buffer = memoryview(bytearray(MAX_MESSAGE_BYTES))
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
         self._send(Reply(READY, (), (), {}))
         try:
             while still_wanted():
                 if poller.poll(1000):
-                    message = self._channel.recv(MAX_MESSAGE_BYTES)
-                    if not message:
+                    length = self._channel.recv_into(buffer)
+                    if not length:
                         break
-                    self._take(Part(*pickle.loads(message)))
+                    self._take(Part(*pickle.loads(buffer[:length])))
                 self._give_up(before=time.monotonic())
         except OSError:
             logger.debug("the other end is gone", exc_info=True)

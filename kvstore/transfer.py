@@ -5,13 +5,13 @@ Failures are answers here and never raised, since they go to another process as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvstore.arrays import Proof
-from kvstore.blocks import Blocks, Stored
+from kvstore.blocks import Blocks
 from kvstore.errors import DamagedBlockError, InvalidInputError, KVStoreError
 from kvstore.mover import FAILED, Hint, Operation
 from kvstore.store import BlockStore
@@ -69,25 +69,26 @@ class Transfer:
 
 
 def learn(
-    store: BlockStore, key: bytes, word: str, proof: Proof | None, problem: str | None
+    store: BlockStore,
+    keys: Sequence[bytes],
+    words: Sequence[str],
+    proofs: Sequence[Proof | None],
+    problems: Mapping[int, str],
 ) -> None:
-    """Remember how a key ended in a mover.
+    """Remember how keys of one group ended in a mover.
 
     Proofs are remembered where a look costs a request; a folder answers as fast as memory.
     """
     memory = store.memory
-    if word == DAMAGED:
-        store.note_damage(key, problem or store.block_url(key))
-    elif word == LOADED:
-        memory.note_loaded(key)
-    elif word in _STORED:
-        memory.note_stored(key, Stored(word))
+    memory.note_many(keys, words)
+    if DAMAGED in words:
+        for i, word in enumerate(words):
+            if word == DAMAGED:
+                store.note_damage(keys[i], problems.get(i, store.block_url(keys[i])))
     if store.local:
         return
-    if proof is not None:
-        memory.remember(key, proof)
-    elif word == ABSENT:
-        memory.forget(key)
-
-
-_STORED = frozenset(stored.value for stored in Stored)
+    for key, word, proof in zip(keys, words, proofs, strict=True):
+        if proof is not None:
+            memory.remember(key, proof)
+        elif word == ABSENT:
+            memory.forget(key)

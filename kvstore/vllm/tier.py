@@ -222,11 +222,9 @@ class KVStoreTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Queue the storing of rows. Keys that are there already succeed unwritten."""
         keys = tuple(job_metadata.keys)
-        suspects = tuple(
-            store is not None and store.memory.is_damaged(key)
-            for key in keys
-            for store in (self.stores.get(key_group(key)),)
-        )
+        suspects: tuple[bool, ...] = ()
+        if any(store.memory.has_damage for store in self.stores.values()):
+            suspects = tuple(self._is_suspect(key) for key in keys)
         slots = job_metadata.chunk_ids.tolist()
         self._submit(Job(job_metadata.job_id, "store", keys, slots, suspects))
 
@@ -236,6 +234,10 @@ class KVStoreTier(SecondaryTierManager):
         proofs = tuple(self._lookups.proof(key) for key in keys)
         slots = job_metadata.chunk_ids.tolist()
         self._submit(Job(job_metadata.job_id, "load", keys, slots, proofs))
+
+    def _is_suspect(self, key: OffloadKey) -> bool:
+        store = self.stores.get(key_group(key))
+        return store is not None and store.memory.is_damaged(key)
 
     def _submit(self, job: Job) -> None:
         if self._jobs is not None:
@@ -261,15 +263,16 @@ class KVStoreTier(SecondaryTierManager):
     def _end(self, outcome: Outcome) -> None:
         """Learn from a job, and keep what vLLM is to be told."""
         job = outcome.job
-        told = zip(job.keys, outcome.words, outcome.proofs, strict=True)
-        for i, (key, word, proof) in enumerate(told):
-            store = self.stores.get(key_group(key))
-            if store is not None:
-                learn(store, key, word, proof, outcome.problems.get(i))
-            if job.operation == "lookup":
+        if len(self.stores) == 1:
+            [store] = self.stores.values()
+            learn(store, job.keys, outcome.words, outcome.proofs, outcome.problems)
+        else:
+            self._learn_by_group(outcome)
+        if job.operation == "lookup":
+            told = zip(job.keys, outcome.words, outcome.proofs, strict=True)
+            for key, word, proof in told:
                 self._lookups.tell(key, word == FOUND, proof)
-        failed = outcome.words.count(FAILED)
-        if failed:
+        if failed := outcome.words.count(FAILED):
             logger.warning(
                 "%s of %d of %d blocks failed; the first: %s",
                 job.operation,
@@ -280,16 +283,34 @@ class KVStoreTier(SecondaryTierManager):
         if job.operation != "lookup":
             self._results.append(self._result(outcome))
 
+    def _learn_by_group(self, outcome: Outcome) -> None:
+        groups = [key_group(key) for key in outcome.job.keys]
+        for group, store in self.stores.items():
+            own = [i for i, other in enumerate(groups) if other == group]
+            learn(
+                store,
+                [outcome.job.keys[i] for i in own],
+                [outcome.words[i] for i in own],
+                [outcome.proofs[i] for i in own],
+                {
+                    n: outcome.problems[i]
+                    for n, i in enumerate(own)
+                    if i in outcome.problems
+                },
+            )
+
     def _result(self, outcome: Outcome) -> JobResult:
         job = outcome.job
-        ended = list(zip(job.keys, outcome.words, strict=True))
-        done = tuple(OffloadKey(key) for key, word in ended if word in _DONE)
-        if job.operation == "load" and len(done) < len(ended):
-            self._lookups.mark_miss(key for key, word in ended if word not in _DONE)
+        done = tuple(job.keys)
+        if not _DONE.issuperset(outcome.words):
+            ended = list(zip(job.keys, outcome.words, strict=True))
+            done = tuple(key for key, word in ended if word in _DONE)
+            if job.operation == "load":
+                self._lookups.mark_miss(key for key, word in ended if word not in _DONE)
         return JobResult(
             job_id=job.job_id,
             success=len(done) == len(job.keys) == len(job.slots),
-            successful_keys=done or None,
+            successful_keys=tuple(map(OffloadKey, done)) or None,
             transfer_time=outcome.seconds,
             transfer_bytes=len(done) * self._row_bytes,
         )
