@@ -130,7 +130,8 @@ def run(name: str, settings: Settings, out: Path) -> bool:
             well = True
         except Exception as error:
             console.print(traceback.format_exc(), markup=False)
-            results.note(f"Ended by {type(error).__name__}: {error}")
+            told = str(error).replace(str(settings.disk), "…")  # results name no places
+            results.note(f"Ended by {type(error).__name__}: {told}")
             well = False
     results.facts["seconds"] = round(time.monotonic() - started)
     results.write(out / f"{name}.json")

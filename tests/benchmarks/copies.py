@@ -27,12 +27,10 @@ from benchmarks.tiers import (
     region,
     rows_of,
 )
-from kvstore import BlockStore, Config, Layout
+from benchmarks.traced import BLOCKS, opened_store
 
 BLOCK = 16 * MIB
-TRACED = 32
-"""Blocks whose system calls are counted: those of none are taken away."""
-CHURNED, CHURN_ROWS = 10_000, 500
+CHURN_ROWS = 500
 
 
 def copies(settings: Settings, results: Results) -> None:
@@ -45,12 +43,6 @@ def copies(settings: Settings, results: Results) -> None:
                 _allocated(results, place.name, place.fresh(), place.storage_options)
         _syscalls(results, folder)
     _growth(settings, results)
-
-
-def opened_store(url: str, nbytes: int, options: dict[str, Any]) -> BlockStore:
-    config = Config(model_name="benchmark", dtype="uint8", tokens_per_hash=16)
-    layout = Layout.of_bytes(nbytes, dtype="uint8", reason="benchmark")
-    return BlockStore.open(url, config, layout, storage_options=options)
 
 
 def _allocated(results: Results, name: str, url: str, options: dict[str, Any]) -> None:
@@ -75,24 +67,24 @@ def _syscalls(results: Results, folder: Path) -> None:
     if shutil.which("strace") is None:
         results.note("System calls are left out: strace is not installed.")
         return
-    nothing = _traced(folder, "store", 0)
-    stored = _traced(folder, "store", TRACED)
+    opening = _traced(folder, "open")
+    stored = _traced(folder, "store")
     for operation, without, calls in (
-        ("store", nothing, stored),
-        ("contains", stored, _traced(folder, "contains", TRACED)),
-        ("load", stored, _traced(folder, "load", TRACED)),
+        ("store", opening, stored),
+        ("contains", stored, _traced(folder, "contains")),
+        ("load", stored, _traced(folder, "load")),
     ):
         for name in sorted(calls):
-            each = (calls[name] - without.get(name, 0)) / TRACED
+            each = (calls[name] - without.get(name, 0)) / BLOCKS
             if each >= 0.5:  # less comes from the interpreter
                 case = f"disk, system calls of one {operation}"
                 results.add(case, OURS, name, "calls", round(each, 1))
 
 
-def _traced(folder: Path, operation: str, count: int) -> dict[str, int]:
-    """Calls by name of a process that does this to so many blocks."""
+def _traced(folder: Path, operation: str) -> dict[str, int]:
+    """Calls by name of a process that does this."""
     root = tempfile.mkdtemp(dir=folder)
-    command = [sys.executable, "-m", "benchmarks.copies", root, operation, str(count)]
+    command = [sys.executable, "-m", "benchmarks.traced", root, operation]
     paths = [str(Path(__file__).parent.parent), *sys.path]
     log = Path(root, "strace")
     subprocess.run(
@@ -100,33 +92,14 @@ def _traced(folder: Path, operation: str, count: int) -> dict[str, int]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         check=True,
     )
-    rows = re.findall(
-        r"^ *[\d.]+ +[\d.]+ +\d+ +(\d+) +(?:\d+ +)?(\w+)$", log.read_text(), re.MULTILINE
-    )
-    return {name: int(calls) for calls, name in rows if name != "total"}
-
-
-def traced(root: str, operation: str, count: int) -> None:
-    """What `_traced` runs: every block is stored, then asked for or loaded; or only so
-    many are stored.
-    """
-    store = opened_store(f"{root}/kv", 64 * KIB, {})
-    buffer = bytearray(64 * KIB)
-    keys = [b"%032d" % number for number in range(TRACED)]
-    for key in keys[:count]:
-        store.store(key, buffer)
-    for key in keys[:count]:
-        if operation == "contains":
-            store.contains(key)
-        elif operation == "load":
-            store.load(key, buffer)
+    row = re.compile(r"^ *[\d.]+ +[\d.]+ +\d+ +(\d+) +(?:\d+ +)?(\w+)$", re.MULTILINE)
+    return {name: int(calls) for calls, name in row.findall(log.read_text())}
 
 
 def _growth(settings: Settings, results: Results) -> None:
     """Private memory of the process and its workers, before and after many blocks."""
     block = 16 * KIB
-    count = min(CHURNED, CHURNED * settings.total // (256 * MIB))
-    count = max(CHURN_ROWS, count - count % CHURN_ROWS)
+    count = settings.churned
     peers = folder_peers(settings)
     with region(CHURN_ROWS * block) as memory:
         fill(memory)
@@ -152,7 +125,3 @@ def _growth(settings: Settings, results: Results) -> None:
                 grown = (private_memory() - before) / count
             case = f"disk, {count:,} blocks stored, found and loaded"
             results.add(case, peer, "memory that stays", "bytes/block", grown)
-
-
-if __name__ == "__main__":
-    traced(sys.argv[1], sys.argv[2], int(sys.argv[3]))

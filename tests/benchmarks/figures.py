@@ -33,8 +33,8 @@ class Figure:
 
     @property
     def more_is_better(self) -> bool:
-        """Speeds and shares; all else is a cost."""
-        return self.unit.endswith("/s") or self.unit == "%"
+        """Speeds, shares and what was reused; all else is a cost."""
+        return self.unit.endswith("/s") or self.unit in ("%", "tokens")
 
 
 @dataclass(frozen=True, slots=True)

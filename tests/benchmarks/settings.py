@@ -21,6 +21,8 @@ class Settings:
         total: bytes that one case stores and loads.
         sizes: block sizes, in bytes.
         seconds: how long each of the timed loops runs.
+        keys: how many keys are looked up at once.
+        churned: blocks that pass through a tier whose memory is watched.
         blocks: sizes of the stores whose scale is measured.
         bucket_blocks: the same, on the object store.
         bucket: an fsspec URL to use instead of a SeaweedFS that is started here.
@@ -36,6 +38,7 @@ class Settings:
     sizes: tuple[int, ...] = (64 * KIB, 576 * KIB, 2 * MIB, 16 * MIB)
     seconds: float = 1.5
     keys: tuple[int, ...] = (512, 4096)
+    churned: int = 10_000
     blocks: tuple[int, ...] = (1_000, 100_000)
     bucket_blocks: tuple[int, ...] = (1_000,)
     bucket: str | None = None

