@@ -71,13 +71,14 @@ def test_a_failure_ends_one_benchmark_and_is_told(
     assert note == "Ended by BenchmarkFailed: expected 16 blocks to be there, found 0"
 
 
+@pytest.mark.parametrize("name", ["object_stores", "codecs"])
 def test_what_is_not_there_is_left_out(
-    settings: Settings, out: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, settings: Settings, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(app.BENCHMARKS, "missing", "benchmarks.missing:run")
-    assert app.run("missing", settings, out)
-    [note] = Results.read(out / "missing.json").notes
-    assert note == "Left out: there is no benchmarks.missing"
+    monkeypatch.setattr("benchmarks.companions.find_spec", lambda name: None)
+    assert app.run(name, settings, out)
+    [note] = Results.read(out / f"{name}.json").notes
+    assert note == f"Left out: there is no benchmarks.{name}."
 
 
 def results() -> Results:
@@ -130,3 +131,13 @@ def test_results_name_no_machine(settings: Settings, out: Path) -> None:
     assert str(settings.disk) not in text
     assert os.uname().nodename not in text
     assert sys.prefix not in text
+
+
+def test_every_benchmark_has_its_place_in_the_page() -> None:
+    page = Path(__file__).parent.parent / "docs" / "performance.md"
+    if not page.exists():
+        pytest.skip("there are no docs beside the tests")
+    text = page.read_text()
+    for name in app.BENCHMARKS:
+        assert f"| `{name}` | " in text
+        assert f"<!-- results: {name} -->\n" in text

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -29,12 +28,12 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 BENCHMARKS = {
     "local": "benchmarks.transfers:local",
     "bucket": "benchmarks.transfers:bucket_transfers",
-    "object_stores": "benchmarks.object_stores:run",
+    "object_stores": "benchmarks.companions:object_stores",
     "pauses": "benchmarks.pauses:pauses",
     "lookups": "benchmarks.lookups:lookups",
     "scale": "benchmarks.scale:scale",
     "copies": "benchmarks.copies:copies",
-    "codecs": "benchmarks.codecs:run",
+    "codecs": "benchmarks.companions:codecs",
     "ttft": "benchmarks.ttft:ttft",
     "device": "benchmarks.device:device",
 }
@@ -125,9 +124,6 @@ def run(name: str, settings: Settings, out: Path) -> bool:
         try:
             _function(name)(settings, results)
             well = True
-        except Absent as reason:
-            results.note(f"Left out: {reason}")
-            well = True
         except Exception as error:
             console.print(traceback.format_exc(), markup=False)
             told = str(error).replace(str(settings.disk), "…")  # results name no places
@@ -141,18 +137,11 @@ def run(name: str, settings: Settings, out: Path) -> bool:
     return well
 
 
-class Absent(Exception):
-    """What a benchmark needs is not here: a reason to leave it out, not to fail."""
-
-
 def _function(name: str) -> Callable[[Settings, Results], None]:
-    module_name, _, attribute = BENCHMARKS[name].partition(":")
-    if find_spec(module_name) is None:
-        raise Absent(f"there is no {module_name}")
-    module = import_module(module_name)
-    function: Callable[[Settings, Results], None] | None = getattr(module, attribute, None)
-    if function is None:
-        raise Absent(f"{module_name} has no function {attribute}(settings, results)")
+    """Imported when it is wanted: some of them import an engine."""
+    module, _, attribute = BENCHMARKS[name].partition(":")
+    function: Callable[[Settings, Results], None]
+    function = getattr(import_module(module), attribute)
     return function
 
 
@@ -168,17 +157,22 @@ def rendered(
     for results in found:
         print(f"<!-- {results.benchmark} -->\n{report.markdown(results)}")
     if docs:
-        page = DOCS / "performance.md"
-        page.write_text(report.replaced(page.read_text(), found))
-        draw(files, DOCS / "performance.svg")
+        page, target = DOCS / "performance.md", DOCS / "performance.svg"
+        text = report.replaced(page.read_text(), found)
+        page.write_text(
+            report.with_plot(text, target.name) if draw(files, target) else text
+        )
 
 
-def draw(files: list[Path], target: Path) -> None:
-    """The plot of these results, if there is anything to draw, and something to draw it."""
+def draw(files: list[Path], target: Path) -> bool:
+    """The plot of these results. Returns whether there was anything to draw, and
+    something to draw it.
+    """
     try:
         drawn = plot.draw([Results.read(file) for file in files if file.exists()], target)
     except ImportError:
         console.print("No plot: matplotlib is not installed.")
-    else:
-        if drawn:
-            console.print(f"Plot: {target}", markup=False)
+        return False
+    if drawn:
+        console.print(f"Plot: {target}", markup=False)
+    return drawn

@@ -34,7 +34,7 @@ class Figure:
     @property
     def more_is_better(self) -> bool:
         """Speeds, shares and what was reused; all else is a cost."""
-        return self.unit.endswith("/s") or self.unit in ("%", "tokens")
+        return self.unit.endswith("/s") or self.unit in ("%", "×", "tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,12 +91,18 @@ def drop_caches(folder: Path) -> str:
     try:
         _DROP_CACHES.write_text("3")
     except OSError:
-        for path in folder.rglob("*"):
-            if path.is_file():
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                finally:
-                    os.close(descriptor)
+        evict(folder)
         return "posix_fadvise(DONTNEED) on every file"
     return "drop_caches"
+
+
+def evict(folder: Path) -> None:
+    """Take the folder's files, and no others, out of the page cache."""
+    flush(folder)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)

@@ -11,7 +11,7 @@ from rich.table import Table
 from benchmarks.figures import OURS, Figure, Results, Spread, ratio
 
 _MARKED = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-NOT_YET = "Not measured yet.\n"
+_PLOT = re.compile(r"(<!-- plot -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def headings(results: Results) -> list[str]:
@@ -95,3 +95,9 @@ def replaced(page: str, results: Sequence[Results]) -> str:
         return match[0] if result is None else match[1] + markdown(result) + match[3]
 
     return _MARKED.sub(body, page)
+
+
+def with_plot(page: str, name: str) -> str:
+    """The page with the plot where its marker is."""
+    text = f"![Speeds and times of each side: medians, least and most]({name})\n"
+    return _PLOT.sub(lambda match: match[1] + text + match[2], page)

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 
 from benchmarks.figures import OURS, Results
 from benchmarks.peers import FS, Bucket, bucket, folder_peers, fresh_folder
-from benchmarks.process import drop_caches, private_memory
+from benchmarks.process import private_memory
 from benchmarks.settings import KIB, Settings
 from benchmarks.tiers import (
     Bytes,
@@ -72,7 +72,6 @@ def scale(settings: Settings, results: Results) -> None:
                     seconds = time.perf_counter() - started
                     results.note(f"{peer}: {count:,} blocks made in {seconds:.0f} s.")
                 for peer in in_turns(list(peers), rounds):
-                    drop_caches(folder)
                     case = Case(results, f"disk, {count:,} blocks", peer, rows)
                     case.measure(peers[peer](str(roots[peer])), keys)
         with bucket(settings, results) as place:

@@ -15,7 +15,7 @@ from smollm2 import smollm2
 
 from benchmarks.figures import Results
 from benchmarks.peers import folder_peers, fresh_folder
-from benchmarks.process import drop_caches
+from benchmarks.process import evict
 from benchmarks.settings import MIB, Settings
 from benchmarks.tiers import BenchmarkFailed, in_turns
 
@@ -39,13 +39,13 @@ def ttft(settings: Settings, results: Results) -> None:
             peer: _transfer(config(str(folder / str(index))))
             for index, (peer, config) in enumerate(peers.items())
         }
-        prompts = _prompts(os.urandom(4).hex())
-        cold = {peer: _ask(prompts, transfer) for peer, transfer in transfers.items()}
+        asked = prompts(os.urandom(4).hex(), TOKENS)
+        cold = {peer: _ask(asked, transfer) for peer, transfer in transfers.items()}
         for peer, answers in cold.items():
             _add(results, peer, "first token, cold", answers)
         for peer in in_turns(list(peers), rounds):
-            drop_caches(folder)
-            warm = _ask(prompts, transfers[peer])
+            evict(folder)  # as on another machine, but with its programs loaded
+            warm = _ask(asked, transfers[peer])
             _compare(cold[peer], warm)
             _add(results, peer, "first token, warm", warm)
             for tokens, answer in zip(TOKENS, warm, strict=True):
@@ -73,11 +73,11 @@ def _transfer(tier: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ask(prompts: list[str], transfer: dict[str, Any]) -> list[Answer]:
+def _ask(asked: list[str], transfer: dict[str, Any]) -> list[Answer]:
     return run(
         Run(
             model=str(smollm2()),
-            prompts=prompts,
+            prompts=asked,
             kv_transfer_config=transfer,
             max_tokens=2,
             warm_up=True,
@@ -86,17 +86,19 @@ def _ask(prompts: list[str], transfer: dict[str, Any]) -> list[Answer]:
     )
 
 
-def _prompts(beginning: str) -> list[str]:
-    """One of each length; `beginning` and the length keep them apart from all others."""
+def prompts(beginning: str, lengths: tuple[int, ...]) -> list[str]:
+    """One of each length in tokens, or one fewer; `beginning` and the length keep them
+    apart from all others.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2())
     story = tokenizer(TEXT.read_text() * 5)["input_ids"]
-    prompts = []
-    for tokens in TOKENS:
+    made = []
+    for tokens in lengths:
         head = tokenizer(f"{beginning} {tokens}: ")["input_ids"]
-        prompts.append(tokenizer.decode((head + story)[:tokens]))
-    return prompts
+        made.append(tokenizer.decode((head + story)[:tokens]))
+    return made
 
 
 def _compare(cold: list[Answer], warm: list[Answer]) -> None:
