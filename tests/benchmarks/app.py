@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -45,6 +46,8 @@ console = Console(width=None if sys.stdout.isatty() else 160)
 
 def main() -> None:
     """`report` renders files, everything else measures."""
+    # A run that is told to end takes its servers, folders and shared memory with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     command: Callable[..., None] = measure
     if sys.argv[1:2] == ["report"]:
         del sys.argv[1]
@@ -61,8 +64,11 @@ def measure(
     disk: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = TEMPORARY,
     total: Annotated[int, typer.Option(help="MiB that a case stores and loads.")] = 256,
     blocks: Annotated[
-        str, typer.Option(help="scale: blocks in a folder, e.g. 1000,1000000.")
+        str, typer.Option(help="scale: blocks in a folder, e.g. 1000,100000.")
     ] = "1000,100000",
+    disk_blocks: Annotated[
+        int, typer.Option(help="scale: the most that are made on the disk.")
+    ] = 10_000,
     bucket_blocks: Annotated[
         str, typer.Option(help="scale: blocks on the object store.")
     ] = "1000",
@@ -85,6 +91,7 @@ def measure(
         total=total * MIB,
         sizes=tuple(number * KIB for number in _numbers(sizes)),
         blocks=_numbers(blocks),
+        disk_blocks=disk_blocks,
         bucket_blocks=_numbers(bucket_blocks),
         bucket=bucket,
         storage_options=json.loads(storage_options),

@@ -95,16 +95,16 @@ def codecs(settings: Settings, results: Results) -> None:
 def _codecs(module: Any, results: Results, document: Path) -> None:
     layout = recorded_layout(document.read_bytes(), place="a KV group")
     blocks = module.stored(document.parent, SAMPLED)
+    results.note(f"{len(blocks)} blocks of {layout.nbytes:,} bytes, on one core.")
     orders = {layout.packing or "unknown packing": blocks}
     if (layout.packing or "").startswith("cpu-"):
         orders["token-kv"] = [module.untiled(layout, block) for block in blocks]
     for order, each in orders.items():
         for row in module.measure(each, ITEM_BYTES.get(layout.dtype, 1)):
-            for name, quantity, unit in (
-                ("ratio", "smaller by", "×"),
-                ("encode", "encode, one core", "GB/s"),
-                ("decode", "decode, one core", "GB/s"),
+            for name, column in (
+                ("ratio", "smaller by, ×"),
+                ("encode", "encode, GB/s"),
+                ("decode", "decode, GB/s"),
             ):
                 if row[name] is not None:
-                    case = f"{order}, {row['codec']}"
-                    results.add(case, "codec", quantity, unit, row[name])
+                    results.add(order, column, row["codec"], "", row[name])

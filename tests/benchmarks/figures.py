@@ -21,7 +21,8 @@ class Figure:
         case: what was measured on, e.g. `disk, 576 KiB`.
         side: whose figure it is, e.g. `kvstore`.
         quantity: what was measured, e.g. `store`.
-        unit: of the samples; it also says which way is better.
+        unit: of the samples; it also says which way is better. Empty where a side is a
+            column with a unit of its own.
         samples: one for each round, in the order of the rounds.
     """
 
@@ -34,7 +35,7 @@ class Figure:
     @property
     def more_is_better(self) -> bool:
         """Speeds, shares and what was reused; all else is a cost."""
-        return self.unit.endswith("/s") or self.unit in ("%", "×", "tokens")
+        return self.unit.endswith("/s") or self.unit in ("%", "tokens")
 
 
 @dataclass(frozen=True, slots=True)

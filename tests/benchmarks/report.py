@@ -26,8 +26,10 @@ def lines(results: Results) -> Iterator[list[str]]:
     for row in results.rows():
         by_side = {figure.side: figure for figure in row}
         first = row[0]
-        better = "↑" if first.more_is_better else "↓"
-        cells = [first.case, f"{first.quantity}, {first.unit} {better}"]
+        quantity = first.quantity
+        if first.unit:
+            quantity += f", {first.unit} {'↑' if first.more_is_better else '↓'}"
+        cells = [first.case, quantity]
         cells += [_spread(by_side.get(side)) for side in sides]
         if OURS in sides:
             ours = by_side.get(OURS)

@@ -24,6 +24,7 @@ class Settings:
         keys: how many keys are looked up at once.
         churned: blocks that pass through a tier whose memory is watched.
         blocks: sizes of the stores whose scale is measured.
+        disk_blocks: more than these are made in memory only: disks take long for it.
         bucket_blocks: the same, on the object store.
         bucket: an fsspec URL to use instead of a SeaweedFS that is started here.
         storage_options: of that URL.
@@ -40,6 +41,7 @@ class Settings:
     keys: tuple[int, ...] = (512, 4096)
     churned: int = 10_000
     blocks: tuple[int, ...] = (1_000, 100_000)
+    disk_blocks: int = 10_000
     bucket_blocks: tuple[int, ...] = (1_000,)
     bucket: str | None = None
     storage_options: dict[str, Any] = field(default_factory=dict)
