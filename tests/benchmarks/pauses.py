@@ -74,7 +74,7 @@ def _measure(
         # Loads fill the rows with what they hold already.
         for name, load in (("store", False), ("load", True)):
             scheduler = Scheduler(tier)
-            alone = spun(settings.seconds / 3)
+            alone = undisturbed(settings.seconds / 3)
             jobs = _endless(rows, keys, load=load)
             beside = scheduler.run(jobs, settings.seconds)
             calls = sorted(scheduler.calls)
@@ -109,14 +109,15 @@ class Scheduler:
         Raises:
             BenchmarkFailed: a job failed.
         """
-        started, speeds = time.perf_counter(), []
+        started, counted, elapsed = time.perf_counter(), 0, 0.0
         absent = new_keys(1)[0]
         while time.perf_counter() - started < seconds and self._step(jobs, absent):
-            speeds.append(spun(STEP))
+            more, longer = spun(STEP)
+            counted, elapsed = counted + more, elapsed + longer
         while self._under_way:
             self._collect()
             time.sleep(STEP)
-        return sum(speeds) / len(speeds)
+        return counted / elapsed
 
     def _step(self, jobs: Iterator[TransferJob], absent: OffloadKey) -> bool:
         """One scheduler step. Returns whether there is more to do."""
@@ -156,10 +157,17 @@ class Timed:
         self._calls.append(time.perf_counter() - self._started)
 
 
-def spun(seconds: float) -> float:
-    """Count in Python for that long. Returns counts per second."""
+def undisturbed(seconds: float) -> float:
+    """Counts per second with no transfers: the best of ten, as others may disturb them."""
+    return max(
+        counted / elapsed for counted, elapsed in (spun(seconds / 10) for _ in range(10))
+    )
+
+
+def spun(seconds: float) -> tuple[int, float]:
+    """Count in Python for that long. Returns the count, and the seconds that it took."""
     counted, started = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < seconds:
         for _ in range(100):
             counted += 1
-    return counted / elapsed
+    return counted, elapsed
