@@ -33,7 +33,7 @@ from kvstore.errors import (
     LayoutMismatchError,
     StorageError,
 )
-from kvstore.filesystem import Filesystem
+from kvstore.filesystem import ClientName, Filesystem
 from kvstore.layout import Layout
 from kvstore.memory import Memory
 from kvstore.namespace import Namespace
@@ -59,11 +59,7 @@ class BlockStore:
         local: whether the blocks lie in a folder of this machine.
     """
 
-    def __init__(
-        self,
-        filesystem: Filesystem,
-        namespace: Namespace,
-    ) -> None:
+    def __init__(self, filesystem: Filesystem, namespace: Namespace) -> None:
         """Records or compares the documents. Callers use `open`."""
         self.config = namespace.config
         self.layout = namespace.layout
@@ -86,6 +82,7 @@ class BlockStore:
         group: int = 0,
         rank: int = 0,
         storage_options: Mapping[str, Any] | None = None,
+        client: ClientName = "obstore",
         on_mismatch: OnMismatch = "reject",
         timeout: float = 30.0,
         provenance: Mapping[str, str] | None = None,
@@ -99,6 +96,7 @@ class BlockStore:
             group: index of the KV-cache group.
             rank: the rank whose blocks these are; 0 where one block holds every worker.
             storage_options: what the URL's fsspec filesystem takes.
+            client: `obstore` or `fsspec`: what talks to S3 and Google Cloud Storage.
             on_mismatch: `reject` raises; `isolate` opens a namespace that only this
                 layout uses, and says so in the log.
             timeout: seconds that one request to an object store may take.
@@ -115,7 +113,7 @@ class BlockStore:
                 f"on_mismatch: expected one of {choices}, found {on_mismatch!r}"
             )
         require_proof(config, layout)
-        filesystem = Filesystem(url, storage_options, timeout=timeout)
+        filesystem = Filesystem(url, storage_options, client=client, timeout=timeout)
         filesystem.probe()
 
         def at(folder: str) -> BlockStore:
