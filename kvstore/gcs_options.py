@@ -6,12 +6,14 @@ kind, and they are refreshed.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from datetime import UTC
+from pathlib import Path
 from typing import Any
 
-from kvstore.errors import InvalidInputError
+from kvstore.errors import InvalidInputError, shown
 from kvstore.storage_options import refuse_for_obstore
 
 _OPTIONS = ("endpoint_url", "project", "token")
@@ -23,7 +25,7 @@ _NO_EMULATOR = ("", "default", "unset")
 _INTERACTIVE = ("browser", "cache")
 
 
-def gcs_arguments(bucket: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def gcs_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `obstore.store.GCSStore`.
 
     Raises:
@@ -81,23 +83,24 @@ def _credentials(token: Any) -> Any:
     from google.auth.compute_engine import Credentials
     from google.auth.exceptions import GoogleAuthError
 
-    if token in _INTERACTIVE:
+    if isinstance(token, str) and token in _INTERACTIVE:
         raise InvalidInputError(
-            f'storage_options.token: {token!r} takes gcsfs: choose it with "client": '
-            '"fsspec"'
+            f"storage_options.token: {token!r} is gcsfs's own: choose gcsfs with "
+            '"client": "fsspec"'
         )
     try:
         if token is None or token == "google_default":
             return google.auth.default(scopes=_SCOPES)[0]
         if token == "cloud":
             return Credentials(scopes=_SCOPES)
-        if isinstance(token, Mapping):
-            return google.auth.load_credentials_from_dict(dict(token), scopes=_SCOPES)[0]
         if isinstance(token, str | os.PathLike):
-            path = os.path.expanduser(token)
-            return google.auth.load_credentials_from_file(path, scopes=_SCOPES)[0]
-    except GoogleAuthError as error:
-        # google-auth's own words may quote the file.
+            token = json.loads(Path(token).expanduser().read_bytes())
+        if isinstance(token, Mapping):
+            return _of_key(dict(token))
+    except InvalidInputError:
+        raise
+    except (GoogleAuthError, OSError, ValueError) as error:
+        # Their own words may quote the file.
         raise InvalidInputError(
             f"storage_options.token: found no credentials for Google Cloud Storage "
             f"({type(error).__name__}): give the path of a service account's JSON file, "
@@ -106,4 +109,19 @@ def _credentials(token: Any) -> Any:
     raise InvalidInputError(
         "storage_options.token: expected a path, an object, 'google_default', 'cloud' or "
         f"'anon', found {type(token).__name__}"
+    )
+
+
+def _of_key(key: dict[str, Any]) -> Any:
+    """Credentials of what a JSON file of Google's holds."""
+    from google.oauth2 import credentials, service_account
+
+    if key.get("type") == "service_account":
+        return service_account.Credentials.from_service_account_info(key, scopes=_SCOPES)
+    if key.get("type") == "authorized_user":
+        return credentials.Credentials.from_authorized_user_info(key, scopes=_SCOPES)
+    raise InvalidInputError(
+        "storage_options.token: expected the type 'service_account' or 'authorized_user', "
+        f"found {shown(key.get('type'))}: name a file of another type in "
+        "GOOGLE_APPLICATION_CREDENTIALS"
     )

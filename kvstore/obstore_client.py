@@ -33,6 +33,8 @@ the 16 KiB records of TLS are joined first, since a step through Python costs mo
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _SAID = re.compile(r"<Message>(.*?)</Message>|\"message\":\s*\"(.*?)\"", re.DOTALL)
+_REASON = re.compile(r"(?:message|error): \"(.*?)\"|(InvalidCertificate)")
+"""Where the first line ends in "error sending request"."""
 _RANGE_NOT_SATISFIABLE = 416
 _SOMEBODY_WAS_FIRST = (409, 412)
 _REFUSED = (401, 403)
@@ -57,7 +59,9 @@ class ObstoreClient:
             import obstore
             from obstore.store import GCSStore, S3Store
 
-            arguments = (s3_arguments if extra == "s3" else gcs_arguments)(bucket, options)
+            arguments = (
+                s3_arguments(bucket, options) if extra == "s3" else gcs_arguments(options)
+            )
         except ImportError as error:
             raise InvalidInputError(
                 f"url: {protocol}:// needs the package {error.name}, which is not "
@@ -67,16 +71,7 @@ class ObstoreClient:
         arguments["client_options"]["timeout"] = timedelta(
             seconds=(1 - _FIRST_TRIES) * timeout
         )
-        window = _FIRST_TRIES * timeout
-        arguments["retry_config"] = {
-            "max_retries": 10,
-            "retry_timeout": timedelta(seconds=window / 2),
-            "backoff": {
-                "init_backoff": timedelta(seconds=window / 60),
-                "max_backoff": timedelta(seconds=window / 2),
-                "base": 2,
-            },
-        }
+        arguments["retry_config"] = _retries(_FIRST_TRIES * timeout)
         self._obstore = obstore
         self._store = (S3Store if extra == "s3" else GCSStore)(bucket, **arguments)
 
@@ -107,10 +102,9 @@ class ObstoreClient:
         """Write an object whole.
 
         obstore would send the parts from where they lie, but may still do so after a
-        request has failed. So they are joined: one copy, which is obstore's own.
+        request has failed. So they are joined: one copy, and no other.
         """
-        data = parts[0] if len(parts) == 1 and isinstance(parts[0], bytes) else None
-        self._put(path, b"".join(parts) if data is None else data, "overwrite")
+        self._put(path, b"".join(parts), "overwrite")
 
     def create(self, path: str, data: bytes) -> None:
         """Write an object whole, unless there is one: a conditional write."""
@@ -133,6 +127,19 @@ class ObstoreClient:
 
     def _at(self, path: str) -> str:
         return f"{self._root}/{path}" if self._root else path
+
+
+def _retries(seconds: float) -> dict[str, Any]:
+    """No attempt begins after `seconds`: the last wait begins before half of them."""
+    return {
+        "max_retries": 10,
+        "retry_timeout": timedelta(seconds=seconds / 2),
+        "backoff": {
+            "init_backoff": timedelta(seconds=seconds / 30),
+            "max_backoff": timedelta(seconds=seconds / 2),
+            "base": 2,
+        },
+    }
 
 
 class _EmptyObject(Exception):
@@ -169,4 +176,6 @@ def _translated() -> Iterator[None]:
 def _cause(text: str, status: int | None) -> str:
     if status is not None and (said := _SAID.search(text)):
         return f"HTTP {status}: {said[1] or said[2]}"
-    return " ".join(text.partition("Debug source:")[0].split())
+    summary, _, details = text.partition("Debug source:")
+    reason = _REASON.search(details)
+    return " ".join(summary.split()) + (f": {reason[1] or reason[2]}" if reason else "")

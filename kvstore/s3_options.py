@@ -29,12 +29,7 @@ _OPTIONS = (
 )
 _CLIENT = ("endpoint_url", "region_name", "verify")
 _CONFIG = ("s3",)
-_CONFIG_S3 = (
-    "addressing_style",
-    "payload_signing_enabled",
-    "use_accelerate_endpoint",
-    "use_dualstack_endpoint",
-)
+_CONFIG_S3 = ("addressing_style", "payload_signing_enabled", "use_dualstack_endpoint")
 _ADDITIONAL = {
     "BucketKeyEnabled": "sse_bucket_key_enabled",
     "SSEKMSKeyId": "sse_kms_key_id",
@@ -75,10 +70,11 @@ def s3_arguments(bucket: str, options: Mapping[str, Any]) -> dict[str, Any]:
         endpoint_url=options.get("endpoint_url") or client_kwargs.get("endpoint_url"),
         config=Config(signature_version=UNSIGNED if anonymous else "s3v4", s3=s3),
     )
-    # The URL of an object tells the endpoint, and whether the bucket is in its host name.
+    endpoint = client.meta.endpoint_url.rstrip("/")
+    # Whether the bucket is part of the host name is told by an object's URL.
     url = client.generate_presigned_url("get_object", {"Bucket": bucket, "Key": "key"})
-    base = url.partition("?")[0].removesuffix("/key")
-    endpoint = base.removesuffix(f"/{bucket}")
+    if virtual := f"://{bucket}." in url:
+        endpoint = endpoint.replace("://", f"://{bucket}.", 1)
     return {
         "config": {
             # Each is set, or obstore would look for it in variables of its own.
@@ -91,7 +87,7 @@ def s3_arguments(bucket: str, options: Mapping[str, Any]) -> dict[str, Any]:
             # The signature covers the rest; the bytes have a checksum of their own, and a
             # SHA-256 of them costs as much as all else.
             "unsigned_payload": not s3.get("payload_signing_enabled", False),
-            "virtual_hosted_style_request": endpoint == base,
+            "virtual_hosted_style_request": virtual,
             **{_ADDITIONAL[name]: value for name, value in additional.items()},
         },
         "client_options": {
