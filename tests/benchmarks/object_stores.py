@@ -104,48 +104,54 @@ def by_obstore(server: Server, nbytes: int) -> Way:
     client: Any = Filesystem(server.url, server.storage_options)._client
     bucket, document = client._store, bytes(DOCUMENT_BYTES)
 
+    def at(n: int, name: str) -> str:
+        return f"obstore/{_folder(n)}/{name}"
+
     def put(n: int, buffer: memoryview) -> None:
         try:
-            obstore.get(bucket, f"obstore/{n}/zarr.json", options={"range": (0, 65536)})
+            obstore.get(bucket, at(n, "zarr.json"), options={"range": (0, 65536)})
         except FileNotFoundError:
             chunk = b"".join((buffer, TRAILER))
-            obstore.put(bucket, f"obstore/{n}/c.0", chunk, use_multipart=False)
-            obstore.put(bucket, f"obstore/{n}/zarr.json", document, use_multipart=False)
+            obstore.put(bucket, at(n, "c.0"), chunk, use_multipart=False)
+            obstore.put(bucket, at(n, "zarr.json"), document, use_multipart=False)
 
     def load(n: int, buffer: memoryview) -> None:
-        found = obstore.get(bucket, f"obstore/{n}/zarr.json", options={"range": (0, 65536)})
+        found = obstore.get(bucket, at(n, "zarr.json"), options={"range": (0, 65536)})
         assert len(found.bytes()) == DOCUMENT_BYTES
-        chunk = obstore.get(bucket, f"obstore/{n}/c.0", options={"range": (0, nbytes + 5)})
+        chunk = obstore.get(bucket, at(n, "c.0"), options={"range": (0, nbytes + 5)})
         buffer[:] = memoryview(chunk.bytes())[:nbytes]
 
     def delete(n: int) -> None:
         for name in ("zarr.json", "c.0"):
-            obstore.delete(bucket, f"obstore/{n}/{name}")
+            obstore.delete(bucket, at(n, name))
 
     return Way("obstore", put, load, delete)
 
 
 def by_fsspec(server: Server, nbytes: int) -> Way:
     """s3fs or gcsfs alone, with the options of the server."""
-    filesystem, root = url_to_fs(f"{server.url}/fsspec", **server.storage_options)
+    filesystem, root = url_to_fs(server.url, **server.storage_options)
     document = bytes(DOCUMENT_BYTES)
+
+    def at(n: int, name: str) -> str:
+        return f"{root}/fsspec/{_folder(n)}/{name}"
 
     def put(n: int, buffer: memoryview) -> None:
         try:
-            filesystem.cat_file(f"{root}/{n}/zarr.json", start=0, end=65536)
+            filesystem.cat_file(at(n, "zarr.json"), start=0, end=65536)
         except FileNotFoundError:
-            filesystem.pipe_file(f"{root}/{n}/c.0", b"".join((buffer, TRAILER)))
-            filesystem.pipe_file(f"{root}/{n}/zarr.json", document)
+            filesystem.pipe_file(at(n, "c.0"), b"".join((buffer, TRAILER)))
+            filesystem.pipe_file(at(n, "zarr.json"), document)
 
     def load(n: int, buffer: memoryview) -> None:
-        found = filesystem.cat_file(f"{root}/{n}/zarr.json", start=0, end=65536)
+        found = filesystem.cat_file(at(n, "zarr.json"), start=0, end=65536)
         assert len(found) == DOCUMENT_BYTES
-        chunk = filesystem.cat_file(f"{root}/{n}/c.0", start=0, end=nbytes + 5)
+        chunk = filesystem.cat_file(at(n, "c.0"), start=0, end=nbytes + 5)
         buffer[:] = memoryview(chunk)[:nbytes]
 
     def delete(n: int) -> None:
         for name in ("zarr.json", "c.0"):
-            filesystem.rm_file(f"{root}/{n}/{name}")
+            filesystem.rm_file(at(n, name))
 
     return Way("fsspec", put, load, delete)
 
@@ -198,6 +204,11 @@ def report(backend: str, figures: dict[tuple[str, str], list[Figure]]) -> None:
             f"{backend:4} {verb:6} {name:8} {rate:6.0f} MB/s {cpu:6.2f} CPU s/GB"
             f"   kvstore is {ratio:4.2f} times as fast"
         )
+
+
+def _folder(n: int) -> str:
+    """As deep as kvstore's: a server may make each level."""
+    return f"org_model_000000000000/r0/g0/000/{_key(n).hex()}"
 
 
 def _key(n: int) -> bytes:
