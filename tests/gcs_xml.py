@@ -58,6 +58,13 @@ class Translator(BaseHTTPRequestHandler):
         """Nothing."""
 
 
+class Server(ThreadingHTTPServer):
+    """Room for more clients at once than the usual 5, whose next one the kernel drops."""
+
+    request_queue_size = 128
+    daemon_threads = True
+
+
 def to_json_api(
     method: str, path: str, headers: dict[str, str], body: bytes
 ) -> tuple[str, str, dict[str, str], bytes]:
@@ -87,6 +94,5 @@ def to_json_api(
 
 if __name__ == "__main__":
     port, Translator.backend_port = map(int, sys.argv[1:])
-    with ThreadingHTTPServer(("127.0.0.1", port), Translator) as server:
-        server.daemon_threads = True
+    with Server(("127.0.0.1", port), Translator) as server:
         server.serve_forever()
