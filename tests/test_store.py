@@ -466,14 +466,18 @@ def _hanging(answer: bytes) -> Iterator[str]:
     """The endpoint of a server that begins to answer, and leaves it at that."""
     with socket.create_server((HOST, 0)) as listener, ExitStack() as accepted:
 
-        def serve() -> None:
+        def serve(connection: socket.socket) -> None:
+            with suppress(OSError):
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        def accept() -> None:
             with suppress(OSError):
                 while True:
                     connection = accepted.enter_context(listener.accept()[0])
-                    connection.recv(1 << 16)
-                    connection.sendall(answer)
+                    threading.Thread(target=serve, args=(connection,), daemon=True).start()
 
-        thread = threading.Thread(target=serve, daemon=True)
+        thread = threading.Thread(target=accept, daemon=True)
         thread.start()
         yield f"http://{HOST}:{listener.getsockname()[1]}"
         listener.shutdown(socket.SHUT_RDWR)
