@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.buffers import readable, writable, scatter
+from kvstore.buffers import readable, scatter, writable
 from kvstore.errors import InvalidInputError
 
 NBYTES = 48
