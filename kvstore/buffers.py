@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,3 +99,24 @@ def _pinned_like(flat: Any) -> Any:
 def _torch() -> Any:
     """The module that made the tensor at hand, which is therefore imported already."""
     return sys.modules["torch"]
+
+
+def scatter(chunks: Iterable[Any], buffers: Sequence[memoryview]) -> None:
+    """Copy `chunks`, which have the buffer protocol, into `buffers` in turn.
+
+    Raises:
+        ValueError: the chunks hold more than the buffers, or less.
+    """
+    pending = [buffer for buffer in buffers if buffer.nbytes]
+    for chunk in chunks:
+        view = memoryview(chunk)
+        while view.nbytes and pending:
+            count = min(view.nbytes, pending[0].nbytes)
+            pending[0][:count] = view[:count]
+            view, pending[0] = view[count:], pending[0][count:]
+            if not pending[0].nbytes:
+                del pending[0]
+        if view.nbytes:
+            raise ValueError("more bytes came than there is room for")
+    if pending:
+        raise ValueError("fewer bytes came than there is room for")

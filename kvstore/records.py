@@ -49,8 +49,13 @@ class Record:
         return cls(**values)
 
 
-def refuse_unknown(data: Iterable[object], known: Iterable[str], *, where: str) -> None:
-    """Raise `InvalidInputError` for the first name in `data` that is not in `known`."""
+def refuse_unknown(
+    data: Iterable[object], known: Iterable[str], *, where: str, advice: str = ""
+) -> None:
+    """Raise `InvalidInputError` for the first name in `data` that is not in `known`.
+
+    `advice` is said after the known names.
+    """
     names = sorted(known)
     for name in data:
         if name in names:
@@ -59,6 +64,7 @@ def refuse_unknown(data: Iterable[object], known: Iterable[str], *, where: str) 
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise InvalidInputError(
             f"{where}: unknown option {shown(name)}.{hint} Known: {', '.join(names)}."
+            f"{advice and ' ' + advice}"
         )
 
 

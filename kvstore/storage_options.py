@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
 from kvstore.errors import InvalidInputError
+from kvstore.records import refuse_unknown
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,6 @@ def checked(cls: type[Any], options: Mapping[str, Any] | None) -> dict[str, Any]
     """
     if options is None:
         return {}
-    if not isinstance(options, Mapping):
-        raise InvalidInputError(
-            f"storage_options: expected an object, found {type(options).__name__}"
-        )
     known = set(_BASE_OPTIONS)
     for base in cls.__mro__[:-1]:
         for parameter in inspect.signature(
@@ -60,6 +57,18 @@ def checked(cls: type[Any], options: Mapping[str, Any] | None) -> dict[str, Any]
             )
         logger.warning("storage_options: %s does not name %r", cls.__name__, name)
     return dict(options)
+
+
+def refuse_for_obstore(
+    options: Mapping[str, Any], known: Iterable[str], where: str
+) -> None:
+    """Refuse an option that is not translated for obstore: none is ignored."""
+    if not isinstance(options, Mapping):
+        raise InvalidInputError(
+            f"{where}: expected an object, found {type(options).__name__}"
+        )
+    advice = 'Or let the URL\'s fsspec filesystem take it, with "client": "fsspec".'
+    refuse_unknown(options, known, where=where, advice=advice)
 
 
 def secret_strings(options: object, *, named: bool = False) -> Iterator[str]:

@@ -23,7 +23,7 @@ from kvstore.buffers import readable, writable
 from kvstore.codecs import Codec, parse_codec
 from kvstore.config import Config, require_proof
 from kvstore.errors import DamagedBlockError, InvalidInputError, LayoutMismatchError
-from kvstore.filesystem import Filesystem
+from kvstore.filesystem import ClientName, Filesystem
 from kvstore.layout import Layout
 from kvstore.memory import Memory
 from kvstore.namespace import Namespace
@@ -68,6 +68,7 @@ class BlockStore:
         group: int = 0,
         rank: int = 0,
         storage_options: Mapping[str, Any] | None = None,
+        client: ClientName = "obstore",
         on_mismatch: OnMismatch = "reject",
         codec: Codec = "none",
         timeout: float = 30.0,
@@ -82,6 +83,7 @@ class BlockStore:
             group: index of the KV-cache group.
             rank: the rank whose blocks these are; 0 where one block holds every worker.
             storage_options: what the URL's fsspec filesystem takes.
+            client: `obstore` or `fsspec`: what talks to S3 and Google Cloud Storage.
             on_mismatch: `reject` raises; `isolate` opens a namespace that only this
                 layout uses, and says so in the log.
             codec: how new blocks are written; those of every codec are read.
@@ -100,7 +102,7 @@ class BlockStore:
             )
         codec = parse_codec(codec)
         require_proof(config, layout)
-        filesystem = Filesystem(url, storage_options, timeout=timeout)
+        filesystem = Filesystem(url, storage_options, client=client, timeout=timeout)
         filesystem.probe()
 
         def at(folder: str) -> BlockStore:

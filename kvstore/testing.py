@@ -25,6 +25,7 @@ from fsspec.core import url_to_fs
 from kvstore.codecs import CODECS, Codec
 from kvstore.config import Config, Group
 from kvstore.errors import DamagedBlockError, LayoutMismatchError
+from kvstore.filesystem import ClientName
 from kvstore.layout import Layout
 from kvstore.store import BlockStore
 
@@ -70,17 +71,17 @@ class Root:
 
     url: str
     storage_options: Mapping[str, Any] = field(default_factory=dict)
+    client: ClientName = "obstore"
 
     def open(self, layout: Layout | None = None, **options: Any) -> BlockStore:
         """A store below the root."""
         config = options.pop("config", None) or sample_config()
-        return BlockStore.open(
-            self.url,
-            config,
-            layout or sample_layout(),
-            storage_options=self.storage_options,
+        options = {
+            "client": self.client,
+            "storage_options": self.storage_options,
             **options,
-        )
+        }
+        return BlockStore.open(self.url, config, layout or sample_layout(), **options)
 
     def read(self, url: str) -> bytes:
         """What storage holds at `url`, asked without kvstore."""
@@ -106,8 +107,7 @@ class Root:
         return found
 
     def _fs(self, url: str) -> tuple[Any, str]:
-        filesystem, path = url_to_fs(url, **self.storage_options)
-        return filesystem, path
+        return url_to_fs(url, **self.storage_options)  # type: ignore[no-any-return]
 
 
 class BlockStoreTests:

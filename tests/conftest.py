@@ -39,24 +39,34 @@ def _server(
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[Server]:
-    pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+    for package in ("s3fs", "obstore"):
+        pytest.importorskip(package, reason="the extra s3 is not installed")
     yield from _server("s3", seaweedfs)
 
 
 @pytest.fixture(scope="session")
 def gcs_server() -> Iterator[Server]:
-    pytest.importorskip("gcsfs", reason="the extra gcs is not installed")
+    for package in ("gcsfs", "obstore"):
+        pytest.importorskip(package, reason="the extra gcs is not installed")
     yield from _server("gcs", fake_gcs)
 
 
-@pytest.fixture(params=BACKENDS)
+def _with_clients(backends: list[str]) -> Iterator[object]:
+    """Each backend, and each client of those that have two."""
+    for backend in backends:
+        yield pytest.param((backend, "obstore"), id=backend)
+        if backend in ("s3", "gcs"):
+            yield pytest.param((backend, "fsspec"), id=f"{backend}-fsspec")
+
+
+@pytest.fixture(params=_with_clients(BACKENDS))
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
-    """A fresh, empty root on each backend that this run is for."""
-    backend = request.param
+    """A fresh, empty root on each backend that this run is for, and by each client."""
+    backend, client = request.param
     fresh = uuid.uuid4().hex
     if backend == "file":
         return Root(str(tmp_path / "kv"))
     if backend == "memory":
         return Root(f"memory://{fresh}")
     server: Server = request.getfixturevalue(f"{backend}_server")
-    return Root(f"{server.url}/{fresh}", server.storage_options)
+    return Root(f"{server.url}/{fresh}", server.storage_options, client)

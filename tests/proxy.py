@@ -31,20 +31,25 @@ class Requests:
 
 
 @contextmanager
-def counted(endpoint: str) -> Iterator[Requests]:
-    """A proxy in front of the server at `endpoint`."""
+def counted(endpoint: str, *, port: int = 0) -> Iterator[Requests]:
+    """A proxy in front of the server at `endpoint`, at a free port or the given one."""
     server = urlsplit(endpoint)
     assert server.hostname
     assert server.port
-    host, port = server.hostname, server.port
+    host, behind = server.hostname, server.port
+
+    gone = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def forward(self) -> None:
+            if gone.is_set():  # connections outlive the listener: leave without a word
+                self.close_connection = True
+                return
             requests.seen.append(f"{self.command} {self.path}")
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            with closing(HTTPConnection(host, port, timeout=30)) as connection:
+            with closing(HTTPConnection(host, behind, timeout=30)) as connection:
                 # The Host header stays: it is part of what the client has signed.
                 connection.putrequest(self.command, self.path, True, True)
                 for name, value in self.headers.items():
@@ -69,7 +74,7 @@ def counted(endpoint: str) -> Iterator[Requests]:
         def log_message(self, format: str, *args: object) -> None:
             """Nothing: `seen` is the log."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as proxy:
         proxy.daemon_threads = True
         requests = Requests(f"http://127.0.0.1:{proxy.server_address[1]}")
         thread = threading.Thread(target=proxy.serve_forever, daemon=True)
@@ -77,5 +82,6 @@ def counted(endpoint: str) -> Iterator[Requests]:
         try:
             yield requests
         finally:
+            gone.set()
             proxy.shutdown()
             thread.join()

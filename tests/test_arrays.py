@@ -18,8 +18,8 @@ from kvstore.arrays import (
     parse_document,
     recorded_config,
     recorded_layout,
-    zarr_type,
     split_proof,
+    zarr_type,
 )
 from kvstore.codecs import checksum
 from kvstore.config import Config, Group

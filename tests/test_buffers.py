@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.buffers import readable, writable
+from kvstore.buffers import readable, scatter, writable
 from kvstore.errors import InvalidInputError
 
 NBYTES = 48
@@ -306,3 +306,18 @@ def test_a_tensor_on_a_device_stays_as_it_was_after_an_error(torch: Any, cuda: A
         view[:12] = PAYLOAD[::-1][:12]
         raise EOFError
     assert tensor_bytes(torch, tensor) == PAYLOAD
+
+
+@pytest.mark.parametrize("sizes", [[7], [3, 4], [1, 0, 5, 1], [7, 0]])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7])
+def test_scatter(sizes: list[int], chunk: int) -> None:
+    data = bytes(range(7))
+    buffers = [memoryview(bytearray(size)) for size in sizes]
+    scatter((data[n : n + chunk] for n in range(0, 7, chunk)), buffers)
+    assert b"".join(buffers) == data
+
+
+@pytest.mark.parametrize(("size", "problem"), [(6, "more bytes"), (8, "fewer bytes")])
+def test_scatter_of_another_length(size: int, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        scatter([bytes(7)], [memoryview(bytearray(size))])

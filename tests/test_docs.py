@@ -39,11 +39,11 @@ from kvstore import (
     StorageError,
     StorageTimeoutError,
 )
-from kvstore.filesystem import MAX_TIMEOUT
+from kvstore.filesystem import MAX_TIMEOUT, Filesystem
 from kvstore.jobs import LOADS_PER_STORE
 from kvstore.layout import AXES, ITEM_BYTES, KV_CACHE_LAYOUTS
 from kvstore.memory import Memory
-from kvstore.storage_options import checked, secret_strings
+from kvstore.storage_options import checked, refuse_for_obstore, secret_strings
 from kvstore.urls import parse_url
 
 TOP = Path(__file__).parent.parent
@@ -367,9 +367,13 @@ def test_messages_of_errors_are_exact(
     chunk = f"{s3}/{group}/a3f/a3f09c/c.0.0.0.0"
     store = BlockStore.open(tmp_path, config, layout)
     monkeypatch.setattr(metadata, "version", lambda name: "0.28.0")
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    config_kwargs = "storage_options.config_kwargs"
     errors = [
         raised(lambda: parse_url("simplecache::s3://bucket/kv")),
         raised(lambda: checked(S3, misspelt)),
+        raised(lambda: refuse_for_obstore({"retries": 1}, ("s3",), config_kwargs)),
+        raised(lambda: Filesystem(s3)),
         raised(lambda: store.store(b"key", bytes(10))),
         LayoutMismatchError(
             f"{mnt}/facebook_opt-125m_3c412b280dad/r0/g0/zarr.json",
@@ -388,8 +392,10 @@ def test_messages_of_errors_are_exact(
             for error in damages(store, tmp_path)
         ),
         raised(versions().require_supported),
-        StorageError(s3, "write below", "The specified bucket does not exist"),
-        StorageAccessError(f"{s3}/{namespace}/zarr.json", "read", "Forbidden"),
+        StorageError(s3, "write below", "HTTP 404: The specified bucket does not exist"),
+        StorageAccessError(
+            f"{s3}/{namespace}/zarr.json", "read", "HTTP 403: Access Denied."
+        ),
         StorageTimeoutError(f"{s3}/{namespace}/zarr.json", "read", "no answer in time"),
     ]
     shown = [

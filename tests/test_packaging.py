@@ -30,8 +30,13 @@ ORDER = [
     "kvstore.packing",
     "kvstore.urls",
     "kvstore.storage_options",
+    "kvstore.s3_options",
+    "kvstore.gcs_options",
     "kvstore.local",
     "kvstore.buffers",
+    "kvstore.client",
+    "kvstore.fsspec_client",
+    "kvstore.obstore_client",
     "kvstore.filesystem",
     "kvstore.namespace",
     "kvstore.blocks",
@@ -62,7 +67,10 @@ ORDER = [
 
 # Where a foreign library may be imported, by the beginning of the module's name.
 BORDERS = {
-    "fsspec": ("kvstore.filesystem", "kvstore.testing"),
+    "fsspec": ("kvstore.fsspec_client", "kvstore.testing"),
+    "obstore": ("kvstore.obstore_client",),
+    "botocore": ("kvstore.s3_options",),
+    "google": ("kvstore.gcs_options",),
     "zarr": ("kvstore.zarr_dtype",),
     "crc32c": ("kvstore.codecs",),
     "numcodecs": ("kvstore.codecs",),
@@ -199,7 +207,16 @@ def loaded_by(statement: str) -> set[str]:
 def test_importing_kvstore_needs_no_engine_and_no_zarr() -> None:
     loaded = loaded_by("import kvstore")
     assert "kvstore" in loaded
-    assert not loaded & {"torch", "vllm", "zarr", "pytest", "s3fs", "gcsfs"}
+    assert not loaded & {
+        "torch",
+        "vllm",
+        "zarr",
+        "pytest",
+        "s3fs",
+        "gcsfs",
+        "obstore",
+        "botocore",
+    }
 
 
 def test_the_jobs_and_rows_need_no_engine_either() -> None:

@@ -1,16 +1,21 @@
 import errno
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from proxy import Requests, counted
-from servers import Server
+from servers import HOST, Server
 
 from kvstore import (
     DamagedBlockError,
@@ -19,7 +24,9 @@ from kvstore import (
     LayoutMismatchError,
     StorageAccessError,
     StorageError,
+    StorageTimeoutError,
 )
+from kvstore.filesystem import ClientName, Filesystem
 from kvstore.testing import (
     BlockStoreTests,
     Root,
@@ -37,12 +44,24 @@ class TestBlockStore(BlockStoreTests):
         return root
 
 
+CLIENTS: list[ClientName] = ["obstore", "fsspec"]
+
+HALF_AN_ANSWER = (
+    b"HTTP/1.1 206 Partial Content\r\nContent-Length: 99\r\n"
+    b'Content-Range: bytes 0-98/99\r\nETag: "tag"\r\nContent-Type: text/plain\r\n'
+    b"Last-Modified: Sun, 29 Nov 2026 12:00:00 GMT\r\n\r\nhalf of it"
+)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("backend", ["s3", "gcs"])
-def test_requests_per_block(backend: str, request: pytest.FixtureRequest) -> None:
+def test_requests_per_block(
+    backend: str, client: ClientName, request: pytest.FixtureRequest
+) -> None:
     server: Server = request.getfixturevalue(f"{backend}_server")
     with counted(server.endpoint) as requests:
         options = server.storage_options | {"endpoint_url": requests.endpoint}
-        root = Root(f"{server.url}/requests", options)
+        root = Root(f"{server.url}/requests-{client}", options, client)
         writer, block = root.open(), sample_block(sample_layout())
         other = KEY[:2] + bytes(34)  # the same fan-out
         writer.store(KEY, block)
@@ -66,12 +85,15 @@ def test_requests_per_block(backend: str, request: pytest.FixtureRequest) -> Non
         assert _methods(requests, backend) == ["GET", "GET"]
 
 
+@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("backend", ["s3", "gcs"])
-def test_opening_lists_nothing(backend: str, request: pytest.FixtureRequest) -> None:
+def test_opening_lists_nothing(
+    backend: str, client: ClientName, request: pytest.FixtureRequest
+) -> None:
     server: Server = request.getfixturevalue(f"{backend}_server")
     with counted(server.endpoint) as requests:
         options = server.storage_options | {"endpoint_url": requests.endpoint}
-        root = Root(f"{server.url}/listing", options)
+        root = Root(f"{server.url}/listing-{client}", options, client)
         root.open().store(KEY, sample_block(sample_layout()))
         first = len(requests.take())
         root.open()
@@ -359,22 +381,106 @@ class TestOpen:
         with pytest.raises(LayoutMismatchError, match="model_name: expected 'org/model'"):
             root.open()
 
-    def test_wrong_bucket(self, s3_server: Server) -> None:
-        with pytest.raises(StorageError, match="cannot write below s3://nowhere"):
-            Root("s3://nowhere/kv", s3_server.storage_options).open()
 
-    def test_wrong_credentials(self, s3_server: Server) -> None:
+@pytest.mark.parametrize("client", CLIENTS)
+class TestBucketErrors:
+    """What goes wrong between an engine and a bucket, told alike by both clients."""
+
+    def test_wrong_bucket(self, s3_server: Server, client: ClientName) -> None:
+        with pytest.raises(StorageError, match=r"s3://nowhere.*bucket does not exist"):
+            Root("s3://nowhere/kv", s3_server.storage_options, client).open()
+
+    def test_wrong_bucket_of_google(self, gcs_server: Server, client: ClientName) -> None:
+        with pytest.raises(StorageError, match="cannot write below gs://nowhere"):
+            Root("gs://nowhere/kv", gcs_server.storage_options, client).open()
+
+    def test_wrong_credentials(self, s3_server: Server, client: ClientName) -> None:
         secret = "not-the-secret-at-all"
         options = s3_server.storage_options | {"secret": secret}
-        with pytest.raises(StorageError) as caught:
-            Root(f"{s3_server.url}/kv", options).open()
+        with pytest.raises(StorageAccessError) as caught:
+            Root(f"{s3_server.url}/kv", options, client).open()
         assert secret not in str(caught.value)
+        assert "\n" not in str(caught.value)
         assert isinstance(caught.value, PermissionError)
 
-    def test_unreachable_server(self, s3_server: Server) -> None:
-        options = s3_server.storage_options | {"endpoint_url": "http://127.0.0.1:9"}
+    def test_refused_reads_are_no_absence(
+        self, s3_server: Server, client: ClientName
+    ) -> None:
+        options = s3_server.storage_options | {"secret": "another"}
+        filesystem = Filesystem(s3_server.url, options, client=client)
+        with pytest.raises(StorageAccessError, match="cannot read"):
+            filesystem.read("absent", 10)
+
+    @pytest.mark.parametrize("backend", ["s3", "gcs"])
+    def test_unreachable_server(
+        self, backend: str, client: ClientName, request: pytest.FixtureRequest
+    ) -> None:
+        server: Server = request.getfixturevalue(f"{backend}_server")
+        options = server.storage_options | {"endpoint_url": f"http://{HOST}:9"}
         with pytest.raises(StorageError, match="cannot write below"):
-            Root(f"{s3_server.url}/kv", options).open(timeout=5.0)
+            Root(f"{server.url}/kv", options, client).open(timeout=3.0)
+
+    @pytest.mark.parametrize("backend", ["s3", "gcs"])
+    @pytest.mark.parametrize("answer", [b"", HALF_AN_ANSWER], ids=["nothing", "half"])
+    def test_server_that_hangs(
+        self,
+        backend: str,
+        client: ClientName,
+        answer: bytes,
+        request: pytest.FixtureRequest,
+    ) -> None:
+        server: Server = request.getfixturevalue(f"{backend}_server")
+        with _hanging(answer) as endpoint:
+            options = server.storage_options | {"endpoint_url": endpoint}
+            filesystem = Filesystem(server.url, options, client=client, timeout=1.0)
+            began = time.monotonic()
+            with pytest.raises(StorageTimeoutError, match="no answer in time"):
+                filesystem.read_into("block", [memoryview(bytearray(99))])
+            assert time.monotonic() - began < 5
+
+
+def test_server_that_is_gone_and_back(s3_server: Server) -> None:
+    """A failure is never an absence, and no connection is remembered as broken."""
+    with counted(s3_server.endpoint) as requests:
+        endpoint = requests.endpoint
+        options = s3_server.storage_options | {"endpoint_url": endpoint}
+        url = f"{s3_server.url}/gone"
+        store = Root(url, options).open(timeout=10.0)
+        block = sample_block(store.layout)
+        store.store(KEY, block)
+    with pytest.raises(StorageError):
+        store.contains(KEY)
+    with pytest.raises(StorageError):
+        store.load(KEY, bytearray(block.nbytes))
+    with pytest.raises(StorageError):
+        store.store(KEY[::-1], block)
+    port = int(endpoint.rpartition(":")[2])
+    with counted(s3_server.endpoint, port=port):
+        assert store.load(KEY, bytearray(block.nbytes))
+    assert store.counts()["damaged"] == 0
+
+
+@contextmanager
+def _hanging(answer: bytes) -> Iterator[str]:
+    """The endpoint of a server that begins to answer, and leaves it at that."""
+    with socket.create_server((HOST, 0)) as listener, ExitStack() as accepted:
+
+        def serve(connection: socket.socket) -> None:
+            with suppress(OSError):
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    connection = accepted.enter_context(listener.accept()[0])
+                    threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield f"http://{HOST}:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 def test_concurrent_processes_write_one_key(tmp_path: Path) -> None:

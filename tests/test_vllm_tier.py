@@ -44,7 +44,8 @@ def tiers() -> Iterator[list[SecondaryTierManager]]:
 def open_tier(
     tiers: list[SecondaryTierManager], root: Root, rows: Rows, **options: Any
 ) -> SecondaryTierManager:
-    options = {"url": root.url, "storage_options": dict(root.storage_options), **options}
+    where = {"storage_options": dict(root.storage_options), "client": root.client}
+    options = {"url": root.url, **where, **options}
     tiers.append(make_tier(rows, options))
     return tiers[-1]
 
@@ -329,6 +330,7 @@ class TestRefusedAtStart:
             ({"url": "kv", "on_mismatch": "maybe"}, "on_mismatch: expected one of"),
             ({"url": "kv", "codec": "gzip"}, "codec: expected one of"),
             ({"url": "kv", "codec": None}, "codec: expected str, found None"),
+            ({"url": "kv", "client": "boto3"}, "client: expected one of"),
             (
                 {"url": "kv", "io_timeout": 1e12},
                 "io_timeout: expected more than 0, at most",

@@ -222,7 +222,10 @@ def probe_tiers(vllm_config: VllmConfig) -> None:
             names = tier.keys() - {"type", "module_path"}
             options = TierOptions.parse({n: tier[n] for n in names}, where="kvstore")
             Filesystem(
-                options.url, options.storage_options, timeout=options.io_timeout
+                options.url,
+                options.storage_options,
+                client=options.client,  # type: ignore[arg-type]  # checked by TierOptions
+                timeout=options.io_timeout,
             ).probe()
 
 

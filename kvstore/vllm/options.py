@@ -46,6 +46,8 @@ class TierOptions(Record):
     Attributes:
         url: where the blocks go: any fsspec URL, or a bare local path.
         storage_options: what the URL's fsspec filesystem takes, e.g. `endpoint_url`.
+        client: what talks to S3 and Google Cloud Storage: `obstore`, or the URL's
+            `fsspec` filesystem.
         on_mismatch: `reject` stops the engine when another layout is recorded under the
             URL; `isolate` gives this layout a namespace of its own.
         codec: how new blocks are written: `none`, `zstd` or `blosc`. All are read.
@@ -61,6 +63,7 @@ class TierOptions(Record):
 
     url: str
     storage_options: dict[str, Any] | None = None
+    client: str = "obstore"
     on_mismatch: str = "reject"
     codec: str = "none"
     threads: int = 8
@@ -73,6 +76,7 @@ class TierOptions(Record):
     def __post_init__(self) -> None:
         """Refuse values that could not work."""
         for name, choices in (
+            ("client", ("obstore", "fsspec")),
             ("on_mismatch", ("reject", "isolate")),
             ("codec", CODECS),
             ("locality", (None, "LOCAL", "REMOTE")),

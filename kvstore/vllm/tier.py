@@ -140,6 +140,7 @@ class KVStoreTier(SecondaryTierManager):
                 layout,
                 group=group.group_id,
                 storage_options=options.storage_options,
+                client=options.client,  # type: ignore[arg-type]  # checked by TierOptions
                 on_mismatch=options.on_mismatch,  # type: ignore[arg-type]  # checked by TierOptions
                 codec=parse_codec(options.codec),
                 timeout=options.io_timeout,
