@@ -436,7 +436,7 @@ class TestBucketErrors:
             began = time.monotonic()
             with pytest.raises(StorageTimeoutError, match="no answer in time"):
                 filesystem.read_into("block", [memoryview(bytearray(99))])
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 25  # any default of theirs is longer
 
 
 def test_server_that_is_gone_and_back(s3_server: Server) -> None:
