@@ -19,9 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.blocks import Blocks
+from kvstore.links import Launched
 from kvstore.mover import Mover, Perform
 from kvstore.region import Region, populate
-from kvstore.transfer import Transfer
+from kvstore.transfer import Rows, Transfer
+
+MAX_PROCESSES = 4
+"""Processes where nobody says how many; no more than there are cores."""
 
 NICE = 5
 """How much a process yields to the engine where cores are few."""
@@ -35,6 +39,39 @@ sys.path.append(sys.argv.pop())
 from kvstore.processes import main
 main()
 """
+
+
+def launch(
+    blocks: Mapping[int, Blocks],
+    rows: Rows,
+    *,
+    processes: int | None,
+    threads: int,
+    lookups: int,
+    name: str,
+) -> list[Launched]:
+    """The movers between `blocks` and `rows`: processes, unless they could not map `rows`.
+
+    Args:
+        blocks: the steps on storage, by KV group.
+        rows: the memory to load into and to store from.
+        processes: how many; 0 for threads of this process; None for a number that fits
+            the machine.
+        threads: how many blocks are transferred at once, in all processes together.
+        lookups: 1, or how many lookups run at once for each thread.
+        name: the threads' name, for debuggers.
+    """
+    count = processes
+    if count is None:
+        count = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+    region = Region.of(rows) if count else None
+    threads = -(-threads // (count if region else 1))
+    lookups = 1 if lookups == 1 else lookups * threads
+    if region is None:
+        perform = Transfer(blocks, rows)
+        return [ThreadMover(perform, threads=threads, lookups=lookups, name=name)]
+    task = Task(blocks, region, threads, lookups)
+    return [ProcessMover(task) for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ movers, which know the stores' `blocks` and the rows, and nothing of the tier.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,12 +36,10 @@ from kvstore.config import Config
 from kvstore.errors import InvalidInputError
 from kvstore.jobs import Job, JobRunner, Outcome
 from kvstore.layout import Layout
-from kvstore.links import Launched
 from kvstore.mover import FAILED
-from kvstore.processes import ProcessMover, Task, ThreadMover
-from kvstore.region import Region
+from kvstore.processes import launch
 from kvstore.store import BlockStore
-from kvstore.transfer import FOUND, LOADED, Transfer, key_group, learn
+from kvstore.transfer import FOUND, LOADED, key_group, learn
 from kvstore.urls import safe_url
 from kvstore.vllm.identity import offloading_identity
 from kvstore.vllm.layout import bare_layout, row_bytes
@@ -59,9 +56,6 @@ logger = logging.getLogger(__name__)
 
 QUEUE_TIMEOUTS = 4
 """How many times `io_timeout` a block may wait for its turn before it is given up."""
-
-MAX_PROCESSES = 4
-"""Processes where the option does not say; no more than there are cores."""
 
 LOOKUPS_PER_THREAD = 4
 """Lookups at once in an object store, for each transfer: they are small."""
@@ -150,35 +144,19 @@ class KVStoreTier(SecondaryTierManager):
         }
         if self._jobs is not None:
             self._jobs.shutdown()
+        shared = all(store.shared for store in self.stores.values())
         self._jobs = JobRunner(
-            self._movers(),
+            launch(
+                {group: store.blocks for group, store in self.stores.items()},
+                self._rows,
+                processes=options.processes if shared else 0,
+                threads=options.threads,
+                lookups=1 if self.local else LOOKUPS_PER_THREAD,
+                name=f"kvstore-{self.tier_type}",
+            ),
             deadline=QUEUE_TIMEOUTS * options.io_timeout,
             grace=options.io_timeout,
         )
-
-    def _movers(self) -> list[Launched]:
-        """Processes, unless they could not reach the rows or the blocks."""
-        options = self.options
-        blocks = {group: store.blocks for group, store in self.stores.items()}
-        count = options.processes
-        if count is None:
-            count = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
-        region = None
-        if count and all(store.shared for store in self.stores.values()):
-            region = Region.of(self._rows)
-        threads = -(-options.threads // (count if region else 1))
-        lookups = 1 if self.local else LOOKUPS_PER_THREAD * threads
-        if region is None:
-            return [
-                ThreadMover(
-                    Transfer(blocks, self._rows),
-                    threads=threads,
-                    lookups=lookups,
-                    name=f"kvstore-{self.tier_type}",
-                )
-            ]
-        task = Task(blocks, region, threads, lookups)
-        return [ProcessMover(task) for _ in range(count)]
 
     @property
     def local(self) -> bool:
