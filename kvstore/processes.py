@@ -27,7 +27,7 @@ from kvstore.transfer import Rows, Transfer
 MAX_PROCESSES = 4
 """Processes where nobody says how many; no more than there are cores."""
 
-NICE = 5
+NICE = 10
 """How much a process yields to the engine where cores are few."""
 
 POPULATE_SECONDS = 5.0
@@ -171,7 +171,6 @@ def main() -> None:
     channel, task_descriptor, engine = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine says when it is over
     os.nice(NICE)
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # takes no core from others
     os.lseek(task_descriptor, 0, os.SEEK_SET)
     with open(task_descriptor, "rb") as file:
         task: Task = pickle.load(file)
