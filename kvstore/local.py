@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import itertools
 import logging
 import os
 import secrets
@@ -111,14 +113,13 @@ def create(root: str, path: str, data: bytes) -> None:
     ours = f"{scratch}/{name}"
     try:
         write(ours, (data,))
+        os.rename(scratch, folder)
+    except OSError as error:
         try:
-            os.rename(scratch, folder)
-        except OSError as error:
             if error.errno not in _OCCUPIED:
                 raise
             _link(ours, target)
-    finally:
-        if os.path.exists(scratch):
+        finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -223,7 +224,7 @@ def probe(root: str) -> None:
 def _scratch(root: str, *, folder: bool) -> str:
     """A fresh temporary name, made as a folder if asked."""
     parent = f"{root}/{TEMPORARY}"
-    scratch = f"{parent}/{secrets.token_hex(8)}"
+    scratch = f"{parent}/{_process_name()}-{next(_numbers):x}"
     try:
         if folder:
             os.mkdir(scratch)
@@ -236,6 +237,18 @@ def _scratch(root: str, *, folder: bool) -> str:
     if folder:
         os.mkdir(scratch)
     return scratch
+
+
+_numbers = itertools.count()
+
+
+@functools.cache
+def _process_name() -> str:
+    """Random, so that no other process has it, on whichever machine."""
+    return secrets.token_hex(8)
+
+
+os.register_at_fork(after_in_child=_process_name.cache_clear)
 
 
 def _spread(folder: str) -> None:
