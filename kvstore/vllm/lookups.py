@@ -46,14 +46,19 @@ class Lookups:
 
     def take_new(self) -> list[bytes]:
         """The keys whose verdict is still to be found."""
-        new, self._new = self._new, []
-        return [key for key in new if self._verdicts[key] is None]
+        new, self._new = dict.fromkeys(self._new), []
+        return [key for key in new if self._verdicts.get(key, _UNASKED) is None]
 
     def tell(self, keys: Sequence[bytes], proofs: Iterable[Proof | None]) -> None:
-        """What was found: the proof of each key that is there, None for the others."""
+        """What was found: the proof of each key that is there, None for the others.
+
+        A key that has its verdict already keeps it: somebody was told.
+        """
         for key, proof in zip(keys, proofs, strict=True):
+            if self._verdicts.get(key, _UNASKED) is not None:
+                continue
             if key not in self._holders:
-                self._verdicts.pop(key, None)  # whoever asked has gone
+                del self._verdicts[key]  # whoever asked has gone
             else:
                 self._verdicts[key] = False if proof is None else proof
 

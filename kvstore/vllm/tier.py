@@ -133,7 +133,7 @@ class KVStoreTier(SecondaryTierManager):
             KVStoreError: the URL cannot be used, or another layout is recorded there.
         """
         options = self.options
-        self.stores = {
+        stores = {
             group.group_id: BlockStore.open(
                 options.url,
                 config,
@@ -147,8 +147,8 @@ class KVStoreTier(SecondaryTierManager):
             )
             for group in self._offloading_spec.config.groups
         }
-        if self._jobs is not None:
-            self._jobs.shutdown()
+        self._end_jobs()
+        self.stores = stores
         self._jobs = JobRunner(
             self._movers(),
             deadline=QUEUE_TIMEOUTS * options.io_timeout,
@@ -177,7 +177,10 @@ class KVStoreTier(SecondaryTierManager):
                 )
             ]
         task = Task(blocks, region, threads, lookups)
-        return [ProcessMover(task) for _ in range(count)]
+        try:
+            return [ProcessMover(task) for _ in range(count)]
+        finally:
+            os.close(region.descriptor)  # each mover has its own
 
     @property
     def local(self) -> bool:
@@ -305,12 +308,18 @@ class KVStoreTier(SecondaryTierManager):
         if self._jobs is not None:
             self._jobs.drain()
 
+    def _end_jobs(self) -> None:
+        """End the movers, and keep what became of their jobs and lookups."""
+        if self._jobs is not None:
+            self._jobs.shutdown()
+            self._collect()
+            self._jobs = None  # it knows movers, and these know the rows
+
     def shutdown(self) -> None:
         """End all movers, and let go of the primary tier's memory.
 
         What waits is given up, what runs is waited for.
         """
-        if self._jobs is not None:
-            self._jobs.shutdown()
+        self._end_jobs()
         self._rows = np.empty((0, 0), np.uint8)
         self._primary_kv_view = memoryview(b"")
