@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from kvstore.blocks import Blocks
 from kvstore.errors import InvalidInputError
@@ -35,7 +34,8 @@ _MAIN = (
     # Whoever interrupts or ends all processes of a group means the engine, and the engine
     # says when it is over.
     "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]; "
-    "sys.path.append(sys.argv.pop()); "
+    # The same modules as in the engine, wherever it has them from.
+    "sys.path[:] = sys.argv.pop().split(':'); "
     "from kvstore.processes import main; main()"
 )
 
@@ -120,12 +120,12 @@ class ProcessMover:
     def start(self) -> socket.socket:
         """Start the process; it takes its parts when it is ready."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        package = str(Path(__file__).parents[1])
+        modules = ":".join(folder or os.getcwd() for folder in sys.path)
         numbers = [theirs.fileno(), self._task, os.getpid()]
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN, *map(str, numbers), package],
+                [sys.executable, "-P", "-c", _MAIN, *map(str, numbers), modules],
                 pass_fds=(theirs.fileno(), self._task, self._region),
                 stdin=subprocess.DEVNULL,
             )
@@ -159,7 +159,6 @@ class ProcessMover:
 def main() -> None:
     """The life of a mover's process."""
     channel, task_descriptor, engine = map(int, sys.argv[1:])
-    os.nice(NICE)
     os.lseek(task_descriptor, 0, os.SEEK_SET)
     with open(task_descriptor, "rb") as file:
         task: Task = pickle.load(file)
@@ -167,6 +166,8 @@ def main() -> None:
     populating = threading.Thread(target=populate, args=(rows,), daemon=True)
     populating.start()
     populating.join(POPULATE_SECONDS)
+    # Not before, since the engine waits for the start; and threads inherit it.
+    os.nice(NICE)
     mover = Mover(
         socket.socket(fileno=channel),
         Transfer(task.blocks, rows),
