@@ -1,6 +1,7 @@
 """The parts of vLLM's objects that a tier reads, without an engine."""
 
 import mmap
+import time
 import uuid
 import weakref
 from dataclasses import dataclass, field
@@ -163,4 +164,5 @@ def look_up(
             if verdict is not LookupResult.RETRY:
                 verdicts[key] = verdict
         tier.on_schedule_end(ScheduleEndContext((), ()))
+        time.sleep(0.001)  # a step takes a moment, in which threads have their turn
     return [verdicts[key] for key in keys]
