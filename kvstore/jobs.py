@@ -262,13 +262,16 @@ class JobRunner:
             if oldest is None or link.late or now < oldest.deadline + self._grace:
                 continue
             link.late = True
-            logger.warning(
-                "a transfer takes more than %.0f s: %s",
-                self._deadline + self._grace,
-                "its process is killed"
-                if link.mover.kill()
-                else "it runs on a thread, which nothing can end",
-            )
+            seconds = self._deadline + self._grace
+            if link.mover.kill():
+                logger.warning(
+                    "a transfer takes more than %.0f s: its process is killed", seconds
+                )
+            else:
+                logger.warning(
+                    "a transfer takes more than %.0f s on a thread, which nothing can end",
+                    seconds,
+                )
 
     def _ended(self, link: Link) -> None:
         """A mover is gone, and with it whatever it had."""

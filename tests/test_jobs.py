@@ -607,7 +607,7 @@ def test_a_thread_that_hangs_is_told_once(
         [outcome] = ended(runner, 1)
     assert succeeded(outcome) == (key(1),)
     assert [r.getMessage() for r in caplog.records] == [
-        "a transfer takes more than 0 s: it runs on a thread, which nothing can end"
+        "a transfer takes more than 0 s on a thread, which nothing can end"
     ]
 
 

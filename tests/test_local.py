@@ -103,7 +103,8 @@ def test_a_file_that_is_cut_while_it_is_read_is_too_short(
 
     def cut_first(*arguments: Any) -> int:
         os.truncate(name, left)
-        return read(*arguments)
+        done: int = read(*arguments)
+        return done
 
     monkeypatch.setattr(local, "_read_cached", cut_first)
     monkeypatch.setattr(local, "_uncertain", set())
@@ -215,7 +216,7 @@ def files(number: int, nbytes: int = 9000) -> Any:
 def whole(folder: Path) -> int:
     """Which writer's block it is; every file must be that one's."""
     [number] = {*(folder / "c.0").read_bytes(), *(folder / "zarr.json").read_bytes()}
-    return number
+    return int(number)
 
 
 def test_the_first_block_stays_unless_it_is_to_be_replaced(tmp_path: Path) -> None:

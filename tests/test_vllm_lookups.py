@@ -227,6 +227,6 @@ class Model(RuleBasedStateMachine):
 
 
 def test_any_order_of_calls_keeps_what_was_told() -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Model, settings=settings(max_examples=200, stateful_step_count=40, deadline=None)
     )
