@@ -35,6 +35,8 @@ START_SECONDS = 60.0
 
 DIED = "the process that transferred it ended"
 
+TOO_LONG = "its keys are too long"
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -103,7 +105,8 @@ class JobRunner:
         self._by_number: dict[int, Link] = {}
         for mover in movers:
             self._links.append(link := Link(mover))
-            self._register(link)
+            if link.up:
+                self._register(link)
         self._wait_until_ready()
 
     def submit(self, job: Job) -> None:
@@ -113,7 +116,8 @@ class JobRunner:
         fits = job.operation == "lookup" or count == len(job.slots)
         with self._lock:
             self._open += 1
-            links = [] if self._stopping else [link for link in self._links if link.up]
+            up = [] if self._stopping else [link for link in self._links if link.up]
+            links = [link for link in up if link.ready] or up
             if not fits:
                 running.problems[0] = f"{count} keys for {len(job.slots)} slots"
             elif not links:
@@ -141,7 +145,8 @@ class JobRunner:
     def shutdown(self) -> None:
         """Give up what waits, wait for what runs, and end the movers.
 
-        One that has not ended `grace` seconds later is killed, if it is a process.
+        One that has not ended `grace` seconds later is killed, if it is a process. A
+        thread that hangs is left behind, and what it had is never reported.
         """
         with self._lock:
             self._stopping = True
@@ -154,17 +159,21 @@ class JobRunner:
             for link in self._links:
                 if link.up:
                     link.mover.kill()
-            for link in self._links:
-                link.mover.join(self._grace)
+            gone = [link for link in self._links if link.mover.join(self._grace)]
+            self._poll(0)  # what they said before their end
+            for link in gone:
                 if link.up:
                     self._ended(link)
+            for link in self._links:
+                link.mover.close()
 
     # ---- under the lock
 
     def _deal(self, running: _Running, links: list[Link]) -> None:
         """Give each mover its share: as much more as it has less than the others."""
         count, start = len(running.job.keys), 0
-        links.sort(key=lambda link: link.keys)
+        # Whoever has more than its share even so comes first, and is not counted again.
+        links.sort(key=lambda link: link.keys, reverse=True)
         for position, link in enumerate(links):
             rest = links[position:]
             level = (count - start + sum(other.keys for other in rest)) / len(rest)
@@ -185,20 +194,22 @@ class JobRunner:
             job.hints[start:stop],
             running.started + self._deadline,
         )
-        running.parts += 1
-        self._running[part.number] = (running, start)
-        link.send(part)
+        if link.send(part):
+            running.parts += 1
+            self._running[part.number] = (running, start)
+        else:
+            running.problems[start] = TOO_LONG
 
     def _poll(self, milliseconds: int) -> None:
-        """Take every reply that is there, and send on what had no room."""
+        """Take every reply that is there, and send what there was no room for."""
+        for link in self._links:
+            link.flush()
         for number, _ in self._poller.poll(milliseconds):
             link = self._by_number[number]
             for part, reply in link.replies():
                 self._settle(part, reply)
             if not link.up:
                 self._ended(link)
-        for link in self._links:
-            link.flush()
         now = time.monotonic()
         if now - self._looked_after > 1.0:
             self._looked_after = now
@@ -250,15 +261,20 @@ class JobRunner:
         for link in self._links:
             if not self._stopping and link.revive():
                 self._register(link)
-            if not link.up:
-                continue
             oldest = next(iter(link.parts.values()), None)
-            if oldest is not None and now > oldest.deadline + self._grace:
+            if oldest is None or link.late or now < oldest.deadline + self._grace:
+                continue
+            link.late = True
+            seconds = self._deadline + self._grace
+            if link.mover.kill():
                 logger.warning(
-                    "a transfer takes more than %.0f s: its process is killed",
-                    self._deadline + self._grace,
+                    "a transfer takes more than %.0f s: its process is killed", seconds
                 )
-                link.mover.kill()
+            else:
+                logger.warning(
+                    "a transfer takes more than %.0f s on a thread, which nothing can end",
+                    seconds,
+                )
 
     def _ended(self, link: Link) -> None:
         """A mover is gone, and with it whatever it had."""

@@ -1,11 +1,13 @@
 """`Link`: our end of one mover's socket, and the parts that it has not answered.
 
-Never waits. A mover that ends is started again by the next `revive`, after a pause that
-grows while it keeps ending. Locking: none; `JobRunner` calls under its lock.
+Never waits, but a moment for the end of a mover that has closed its socket. A mover that
+ends is started again by the next `revive`, after a pause that grows while it keeps ending.
+Locking: none; `JobRunner` calls under its lock.
 """
 
 from __future__ import annotations
 
+import logging
 import pickle
 import socket
 import time
@@ -15,8 +17,13 @@ from typing import Protocol
 
 from kvstore.mover import MAX_MESSAGE_BYTES, READY, Part, Reply
 
+logger = logging.getLogger(__name__)
+
 MAX_PAUSE = 60.0
 """Seconds before a mover that keeps ending is started again."""
+
+END_SECONDS = 1.0
+"""How long a process that has closed its socket may take to be gone: it never does."""
 
 
 class Launched(Protocol):
@@ -25,11 +32,14 @@ class Launched(Protocol):
     def start(self) -> socket.socket:
         """Start it; returns our end of its socket. May be called again after its end."""
 
-    def kill(self) -> None:
-        """End it now, if that is possible."""
+    def kill(self) -> bool:
+        """End it now. Returns whether that is possible."""
 
     def join(self, seconds: float) -> bool:
         """Wait for its end, so long at most. Returns whether it has ended."""
+
+    def close(self) -> None:
+        """Let go of what a start needs: there will be none."""
 
 
 class Link:
@@ -38,7 +48,8 @@ class Link:
     Attributes:
         mover: where it runs.
         up: whether it has been started and has not ended.
-        ready: whether it has ever said that it takes parts.
+        ready: whether it has said since its start that it takes parts.
+        late: whether it was found late since its start.
         parts: what it has not answered, by number, oldest first.
         keys: how many keys these are.
     """
@@ -48,9 +59,10 @@ class Link:
         self.mover = mover
         self.up = False
         self.ready = False
+        self.late = False
         self.parts: dict[int, Part] = {}
         self.keys = 0
-        self._channel: socket.socket
+        self._channel: socket.socket | None = None
         self._buffer = memoryview(bytearray(MAX_MESSAGE_BYTES))
         self._unsent: deque[bytes] = deque()
         self._pause = 0.0
@@ -58,8 +70,8 @@ class Link:
         self.revive()
 
     def fileno(self) -> int:
-        """The socket's number, for `select`."""
-        return self._channel.fileno()
+        """The socket's number, for `select`; -1 while there is none."""
+        return -1 if self._channel is None else self._channel.fileno()
 
     def revive(self) -> bool:
         """Start the mover if it has ended and its pause is over. Returns whether it did."""
@@ -68,21 +80,31 @@ class Link:
             return False
         self._pause = min(MAX_PAUSE, 2 * self._pause or 1.0)
         self._not_before = now + self._pause
-        self._channel = self.mover.start()
+        try:
+            self._channel = self.mover.start()
+        except OSError as error:  # no memory, no process or no descriptor is left
+            logger.warning("a process that transfers blocks cannot be started: %s", error)
+            return False
         self._channel.setblocking(False)
-        self.up = True
+        self.up, self.ready, self.late = True, False, False
         return True
 
-    def send(self, part: Part) -> None:
-        """Hand a part over, now or when the mover has read what it has."""
+    def send(self, part: Part) -> bool:
+        """Hand a part over, now or when the mover has read what it has. Returns False if
+        no message can hold it.
+        """
+        message = pickle.dumps(tuple(part))
+        if len(message) > MAX_MESSAGE_BYTES:
+            return False
         self.parts[part.number] = part
         self.keys += len(part.keys)
-        self._unsent.append(pickle.dumps(tuple(part)))
+        self._unsent.append(message)
         self.flush()
+        return True
 
     def flush(self) -> None:
         """Send what waits, as far as there is room."""
-        while self._unsent:
+        while self._unsent and self._channel is not None:
             try:
                 self._channel.send(self._unsent[0])
             except OSError:
@@ -91,11 +113,13 @@ class Link:
 
     def replies(self) -> Iterator[tuple[Part, Reply]]:
         """What the mover has answered. After that, `up` tells whether it has ended."""
-        while True:
+        while self._channel is not None:
             try:
                 length = self._channel.recv_into(self._buffer)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # said once, of parts that it left unread: its replies follow
             except OSError:
                 length = 0
             if not length:
@@ -112,12 +136,16 @@ class Link:
 
     def finish(self) -> None:
         """Tell the mover that no part will follow."""
-        self._channel.shutdown(socket.SHUT_WR)
+        if self._channel is not None:
+            self._channel.shutdown(socket.SHUT_WR)
 
     def close(self) -> list[Part]:
         """Let go of a mover that has ended. Returns what it has not answered."""
-        self._channel.close()
-        self.mover.join(0)
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self.mover.kill()
+        self.mover.join(END_SECONDS)
         lost = list(self.parts.values())
         self.parts, self.keys = {}, 0
         self._unsent.clear()

@@ -154,7 +154,7 @@ class _Table:
         return range(first, first + self.BUCKET)
 
     def _find(self, hashed: int) -> int | None:
-        for place in self._bucket(hashed):
+        for place in self._bucket(hashed) if hashed else ():  # 0 marks an empty place
             if self._hashes[place] == hashed:
                 return place
         return None
@@ -165,7 +165,7 @@ class _Table:
 
     def put(self, hashed: int, proof: Proof) -> None:
         if not hashed:
-            return  # it marks a place as empty
+            return
         if 2 * self._used >= len(self._hashes) < self.LIMIT:
             self._double()
         place = self._find(hashed)
@@ -183,7 +183,7 @@ class _Table:
         return bucket[self._used % self.BUCKET]
 
     def drop(self, hashed: int) -> None:
-        place = self._find(hashed) if hashed else None
+        place = self._find(hashed)
         if place is not None:
             self._hashes[place] = 0
             self._used -= 1

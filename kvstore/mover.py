@@ -15,6 +15,7 @@ while a key runs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import select
@@ -56,6 +57,9 @@ LOADS_PER_STORE = 8
 
 MAX_MESSAGE_BYTES = 160 << 10
 """A message must fit into a socket's default buffer of 208 KiB."""
+
+LOOK_SECONDS = 1
+"""How often a mover looks for what has waited too long, and whether it is still wanted."""
 
 
 class Part(NamedTuple):
@@ -104,6 +108,7 @@ class Mover:
         threads: int,
         lookups: int,
         name: str,
+        still_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start the threads.
 
@@ -113,9 +118,13 @@ class Mover:
             threads: how many keys of loads and stores run at once.
             lookups: how many keys of lookups run at once; 1 runs a part's without pause.
             name: the threads' name, for debuggers.
+            still_wanted: asked every second; False is as good as a closed end, and then
+                nothing is waited for.
         """
         self._channel = channel
+        self._channel.settimeout(LOOK_SECONDS)
         self._perform = perform
+        self._still_wanted = still_wanted
         self._lookups = lookups
         self._lock = threading.Lock()
         self._transfer = threading.Condition(self._lock)
@@ -135,20 +144,17 @@ class Mover:
         for thread in self._threads:
             thread.start()
 
-    def serve(self, still_wanted: Callable[[], bool] = lambda: True) -> None:
+    def serve(self) -> None:
         """Take parts until the other end closes; then give up what waits, and wait for
         what runs.
-
-        Args:
-            still_wanted: asked every second; False is as good as a closed end.
         """
         buffer = memoryview(bytearray(MAX_MESSAGE_BYTES))
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
         self._send(Reply(READY, (), (), {}))
         try:
-            while still_wanted():
-                if poller.poll(1000):
+            while self._still_wanted():
+                if poller.poll(1000 * LOOK_SECONDS):
                     length = self._channel.recv_into(buffer)
                     if not length:
                         break
@@ -179,7 +185,8 @@ class Mover:
             self._transfer.notify_all()
             self._lookup.notify_all()
         for thread in self._threads:
-            thread.join()
+            while thread.is_alive() and self._still_wanted():
+                thread.join(LOOK_SECONDS)
         self._channel.close()
 
     def _give_up(self, *, before: float) -> None:
@@ -258,7 +265,11 @@ class Mover:
         )
 
     def _send(self, reply: Reply) -> None:
+        message = pickle.dumps(tuple(reply))
         try:
-            self._channel.send(pickle.dumps(tuple(reply)))
+            while self._still_wanted():
+                with contextlib.suppress(TimeoutError):  # the other end does not read
+                    self._channel.send(message)
+                    return
         except OSError:
             logger.debug("nobody is left to be answered", exc_info=True)

@@ -7,18 +7,18 @@ device. It ends when the engine's end of its socket closes, or the engine is gon
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from kvstore.blocks import Blocks
+from kvstore.errors import InvalidInputError
 from kvstore.links import Launched
 from kvstore.mover import Mover, Perform
 from kvstore.region import Region, populate
@@ -33,12 +33,15 @@ NICE = 10
 POPULATE_SECONDS = 5.0
 """How long a start waits until all rows are mapped; the rest is mapped beside transfers."""
 
-_MAIN = """
-import sys
-sys.path.append(sys.argv.pop())
-from kvstore.processes import main
-main()
-"""
+_MAIN = (
+    "import signal, sys; "
+    # Whoever interrupts or ends all processes of a group means the engine, and the engine
+    # says when it is over.
+    "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]; "
+    # The same modules as in the engine, wherever it has them from.
+    "sys.path[:] = sys.argv.pop().split(':'); "
+    "from kvstore.processes import main; main()"
+)
 
 
 def launch(
@@ -71,7 +74,10 @@ def launch(
         perform = Transfer(blocks, rows)
         return [ThreadMover(perform, threads=threads, lookups=lookups, name=name)]
     task = Task(blocks, region, threads, lookups)
-    return [ProcessMover(task) for _ in range(count)]
+    try:
+        return [ProcessMover(task) for _ in range(count)]
+    finally:
+        os.close(region.descriptor)  # each mover has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +117,9 @@ class ThreadMover:
         self._thread.start()
         return ours
 
-    def kill(self) -> None:
-        """Nothing: a thread cannot be ended."""
+    def kill(self) -> bool:
+        """No: a thread cannot be ended."""
+        return False
 
     def join(self, seconds: float) -> bool:
         """Wait for the threads' end."""
@@ -120,36 +127,56 @@ class ThreadMover:
             self._thread.join(seconds)
         return self._thread is None or not self._thread.is_alive()
 
+    def close(self) -> None:
+        """Nothing is kept."""
+
 
 class ProcessMover:
     """A mover in a process of its own."""
 
     def __init__(self, task: Task) -> None:
-        """Starts nothing yet."""
+        """Starts nothing yet. The task's region stays the caller's to close.
+
+        Raises:
+            InvalidInputError: the task cannot be handed to a process.
+        """
         self._process: subprocess.Popen[bytes] | None = None
-        self._region = task.region.descriptor
+        self._region = os.dup(task.region.descriptor)
+        region = replace(task.region, descriptor=self._region)
+        try:
+            pickled = pickle.dumps(replace(task, region=region))
+        except Exception as error:  # whatever an option's own class raises
+            os.close(self._region)
+            raise InvalidInputError(
+                "processes: expected storage_options that can be handed to a process, "
+                f'found {type(error).__name__}: {error}. Set "processes": 0 to transfer '
+                "on threads of the engine instead."
+            ) from error
         # A file without a name, so that a restart needs nothing but its number.
         self._task = os.memfd_create("kvstore-task", os.MFD_CLOEXEC)
         with open(os.dup(self._task), "wb") as file:
-            pickle.dump(task, file)
+            file.write(pickled)
 
     def start(self) -> socket.socket:
         """Start the process; it takes its parts when it is ready."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        package = str(Path(__file__).parents[1])
+        modules = ":".join(folder or os.getcwd() for folder in sys.path)
         numbers = [theirs.fileno(), self._task, os.getpid()]
-        with theirs:
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN, *map(str, numbers), package],
+                [sys.executable, "-P", "-c", _MAIN, *map(str, numbers), modules],
                 pass_fds=(theirs.fileno(), self._task, self._region),
                 stdin=subprocess.DEVNULL,
             )
+            undo.pop_all()
         return ours
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
         """End it at once, with whatever it is waiting for."""
         if self._process is not None:
             self._process.kill()
+        return True
 
     def join(self, seconds: float) -> bool:
         """Wait for its end."""
@@ -162,15 +189,16 @@ class ProcessMover:
         return True
 
     def close(self) -> None:
-        """Forget what a start needs."""
-        os.close(self._task)
+        """Close the files that a start needs."""
+        for descriptor in (self._task, self._region):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._task = self._region = -1
 
 
 def main() -> None:
     """The life of a mover's process."""
     channel, task_descriptor, engine = map(int, sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine says when it is over
-    os.nice(NICE)
     os.lseek(task_descriptor, 0, os.SEEK_SET)
     with open(task_descriptor, "rb") as file:
         task: Task = pickle.load(file)
@@ -178,11 +206,14 @@ def main() -> None:
     populating = threading.Thread(target=populate, args=(rows,), daemon=True)
     populating.start()
     populating.join(POPULATE_SECONDS)
+    # Not before, since the engine waits for the start; and threads inherit it.
+    os.nice(NICE)
     mover = Mover(
         socket.socket(fileno=channel),
         Transfer(task.blocks, rows),
         threads=task.threads,
         lookups=task.lookups,
         name="kvstore-mover",
+        still_wanted=lambda: os.getppid() == engine,
     )
-    mover.serve(still_wanted=lambda: os.getppid() == engine)
+    mover.serve()

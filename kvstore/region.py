@@ -20,7 +20,8 @@ from kvstore.transfer import Rows
 
 _MAPPING = re.compile(
     r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) rw-s (?P<offset>[0-9a-f]+) "
-    r"(?P<device>[0-9a-f]+:[0-9a-f]+) (?P<inode>\d+) +(?P<path>/.*)"
+    r"(?P<device>[0-9a-f]+:[0-9a-f]+) (?P<inode>\d+) +(?P<path>/.*)",
+    re.DOTALL,
 )
 _POPULATE_WRITE = 23
 """`MADV_POPULATE_WRITE`, since Linux 5.14."""
@@ -91,7 +92,8 @@ def _mapping(start: int, stop: int) -> tuple[str, int, int] | None:
     """
     found: tuple[str, int, int] | None = None
     covered = start
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    # Names are any bytes; the kernel escapes nothing in them but the end of a line.
+    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")[:-1]:
         first, last = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
         if last <= covered or first > covered:
             continue

@@ -1,7 +1,11 @@
 """The parts of vLLM's objects that a tier reads, without an engine."""
 
+import mmap
+import time
 import uuid
+import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,10 +88,18 @@ class Spec:
 
 @dataclass
 class Rows:
-    """A primary tier: rows rounded up to a page, as vLLM's are."""
+    """A primary tier: rows rounded up to a page, as vLLM's are.
+
+    Attributes:
+        shared: whether they lie in a file of shared memory, which has its name while the
+            rows live, as vLLM's do. Other processes can map only these.
+        memory: that file, mapped.
+    """
 
     config: OffloadingConfig
     count: int = 16
+    shared: bool = False
+    memory: Any = None
 
     def __post_init__(self) -> None:
         copies = 1 if self.config.replicated_layout else self.config.parallel.world_size
@@ -98,6 +110,13 @@ class Rows:
         )
         padded = -(-self.nbytes // PAGE) * PAGE
         self.array = np.zeros((self.count, padded), np.uint8)
+        if self.shared:
+            path = Path(f"/dev/shm/kvstore-test-{uuid.uuid4().hex}")
+            weakref.finalize(self, path.unlink)
+            path.write_bytes(bytes(self.array.nbytes))
+            with path.open("r+b") as file:
+                self.memory = mmap.mmap(file.fileno(), 0)
+            self.array = np.ndarray(self.array.shape, np.uint8, self.memory)
 
     def fill(self, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -145,4 +164,5 @@ def look_up(
             if verdict is not LookupResult.RETRY:
                 verdicts[key] = verdict
         tier.on_schedule_end(ScheduleEndContext((), ()))
+        time.sleep(0.001)  # a step takes a moment, in which threads have their turn
     return [verdicts[key] for key in keys]

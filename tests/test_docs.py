@@ -40,9 +40,12 @@ from kvstore import (
     StorageTimeoutError,
 )
 from kvstore.filesystem import MAX_TIMEOUT, Filesystem
-from kvstore.jobs import LOADS_PER_STORE
+from kvstore.jobs import PART_KEYS, START_SECONDS
 from kvstore.layout import AXES, ITEM_BYTES, KV_CACHE_LAYOUTS
-from kvstore.memory import Memory
+from kvstore.links import MAX_PAUSE
+from kvstore.memory import Memory, _Proofs, _Table
+from kvstore.mover import LOADS_PER_STORE
+from kvstore.processes import POPULATE_SECONDS
 from kvstore.storage_options import checked, refuse_for_obstore, secret_strings
 from kvstore.urls import parse_url
 
@@ -472,11 +475,14 @@ def test_numbers_are_the_codes() -> None:
     assert damage in page("docs/architecture.md")
     assert damage in page("docs/errors.md")
     assert f"after\n   {LOADS_PER_STORE} loads a store" in page("docs/architecture.md")
-    assert f"{Memory.LIMIT:,} answers" in page("docs/backends.md")
+    bounds = f"at most {16 * _Table.LIMIT * _Proofs.TABLES >> 20} MiB"
+    assert bounds in page("docs/backends.md")
     assert f"a number above {MAX_TIMEOUT:,}." in page("docs/configuration.md")
-    assert f"{Memory.LIMIT:,} keys" in page(
-        "docs/decisions/0003-contains-reads-the-document.md"
-    )
+    assert bounds in page("docs/decisions/0003-contains-reads-the-document.md")
+    assert f"parts of up to {PART_KEYS} keys" in page("docs/architecture.md")
+    assert f"within {START_SECONDS:.0f} seconds" in page("docs/architecture.md")
+    assert f"for {POPULATE_SECONDS:.0f} seconds" in page("docs/architecture.md")
+    assert f"up to {MAX_PAUSE:.0f} seconds" in page("docs/architecture.md")
 
 
 def test_names_of_secrets_are_listed() -> None:

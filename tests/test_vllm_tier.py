@@ -2,20 +2,30 @@
 
 import json
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from specs import LAYERS, Rows, Spec, look_up, make_tier, offloading_config, run_job
 from vllm.platforms import current_platform
-from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.file_mapper import FileMapper
-from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
+from work import descriptors, movers_of, until
 
 from kvstore import InvalidInputError, LayoutMismatchError, StorageError
 from kvstore.testing import Root
@@ -54,22 +64,41 @@ def keys_of(count: int, group: int = 0) -> list[Any]:
     return [make_offload_key(os.urandom(32), group) for _ in range(count)]
 
 
+def movers() -> list[int]:
+    """The processes of all tiers that are open."""
+    return movers_of(os.getpid())
+
+
+where = pytest.mark.parametrize("shared", [False, True], ids=["threads", "processes"])
+"""Where transfers run: rows that no other process can map are left to threads."""
+
+
 @pytest.mark.parametrize(
-    "nbytes",
-    [64 << 10, 576 << 10, 720 << 10, 2 << 20, 6051],
-    ids=["64KiB", "576KiB", "720KiB", "2MiB", "odd"],
+    ("nbytes", "shared"),
+    [
+        pytest.param(64 << 10, False, id="64KiB"),
+        pytest.param(576 << 10, False, id="576KiB"),
+        pytest.param(720 << 10, False, id="720KiB"),
+        pytest.param(2 << 20, False, id="2MiB"),
+        pytest.param(6051, False, id="odd"),
+        pytest.param(720 << 10, True, id="720KiB-processes"),
+        pytest.param(6051, True, id="odd-processes"),
+    ],
 )
 def test_stores_looks_up_from_a_new_instance_and_loads(
-    root: Root, nbytes: int, tiers: list[SecondaryTierManager]
+    root: Root, nbytes: int, shared: bool, tiers: list[SecondaryTierManager]
 ) -> None:
     config = offloading_config(worker_kv_bytes_per_block=nbytes)
-    source, target = Rows(config, 4), Rows(config, 4)
+    source, target = Rows(config, 4, shared=shared), Rows(config, 4, shared=shared)
     source.fill()
     keys = keys_of(4)
-    stored = run_job(open_tier(tiers, root, source), "store", keys, [0, 1, 2, 3])
+    writer = open_tier(tiers, root, source, processes=2)
+    assert len(movers()) == (2 if shared and not root.url.startswith("memory:") else 0)
+    stored = run_job(writer, "store", keys, [0, 1, 2, 3])
     assert stored.success
     assert stored.transfer_bytes == 4 * nbytes
-    reader = open_tier(tiers, root, target)
+    writer.shutdown()
+    reader = open_tier(tiers, root, target, processes=1)
     assert look_up(reader, [*keys, *keys_of(1)]) == [HIT] * 4 + [MISS]
     loaded = run_job(reader, "load", keys, [3, 2, 1, 0])
     assert loaded.success
@@ -77,12 +106,13 @@ def test_stores_looks_up_from_a_new_instance_and_loads(
     assert not target.array[:, nbytes:].any()  # the padding of a row is not KV
 
 
+@where
 @pytest.mark.parametrize("codec", ["none", "zstd", "blosc"])
 def test_tiers_of_every_codec_share_their_blocks(
-    tmp_path: Path, codec: str, tiers: list[SecondaryTierManager]
+    tmp_path: Path, codec: str, shared: bool, tiers: list[SecondaryTierManager]
 ) -> None:
     root, config = Root(str(tmp_path)), offloading_config()
-    source, target = Rows(config, 2), Rows(config, 2)
+    source, target = Rows(config, 2, shared=shared), Rows(config, 2)
     source.fill()
     source.array &= 15  # so that half of the bits can be saved
     keys = keys_of(2)
@@ -243,12 +273,13 @@ class TestIdentity:
 
 
 class TestJobs:
+    @where
     def test_unordered_slots_of_several_groups(
-        self, tmp_path: Path, tiers: list[SecondaryTierManager]
+        self, tmp_path: Path, shared: bool, tiers: list[SecondaryTierManager]
     ) -> None:
         groups = ((0, 16, LAYERS[:4]), (1, 64, LAYERS[4:8]), (2, 4, LAYERS[8:]))
         config = offloading_config(groups=groups, worker_kv_bytes_per_block=8192)
-        source, target = Rows(config, 901), Rows(config, 901)
+        source, target = Rows(config, 901, shared=shared), Rows(config, 901, shared=shared)
         source.fill()
         root = Root(str(tmp_path))
         digest = os.urandom(32)
@@ -270,12 +301,14 @@ class TestJobs:
         assert not run_job(tier, "store", keys_of(2), [0]).success
         assert not run_job(tier, "store", keys_of(1), [99]).success
 
+    @where
     def test_partial_load_reports_the_keys_that_were_proved(
-        self, tmp_path: Path, tiers: list[SecondaryTierManager]
+        self, tmp_path: Path, shared: bool, tiers: list[SecondaryTierManager]
     ) -> None:
-        rows = Rows(offloading_config(worker_kv_bytes_per_block=8192))
+        rows = Rows(offloading_config(worker_kv_bytes_per_block=8192), shared=shared)
         rows.fill()
         tier = open_tier(tiers, Root(str(tmp_path)), rows)
+        assert bool(movers()) == shared
         keys = keys_of(3)
         run_job(tier, "store", keys, [0, 1, 2])
         assert look_up(tier, keys) == [HIT] * 3
@@ -294,13 +327,14 @@ class TestJobs:
         assert run_job(tier, "load", [keys[1]], [6]).success
         assert (rows.array[6] == rows.array[1]).all()
 
+    @where
     def test_view_with_strides(
-        self, tmp_path: Path, tiers: list[SecondaryTierManager]
+        self, tmp_path: Path, shared: bool, tiers: list[SecondaryTierManager]
     ) -> None:
         config = offloading_config(
             world_size=6, tp_size=6, worker_kv_bytes_per_block=10_000
         )
-        rows = Rows(config, 8)
+        rows = Rows(config, 8, shared=shared)
         rows.fill()
         rows.array = rows.array[::2]
         tier = open_tier(tiers, Root(str(tmp_path)), rows)
@@ -309,16 +343,160 @@ class TestJobs:
         assert run_job(tier, "load", keys, [0]).success
         assert (rows.array[0, :60_000] == rows.array[3, :60_000]).all()
 
-    def test_shutdown_ends_threads_and_lets_go_of_memory(self, tmp_path: Path) -> None:
-        import threading
-
-        before = set(threading.enumerate())
-        tier = make_tier(Rows(offloading_config()), {"url": str(tmp_path)})
-        assert set(threading.enumerate()) > before
+    @pytest.mark.parametrize("processes", [0, 2])
+    def test_shutdown_ends_movers_and_lets_go_of_memory(
+        self, tmp_path: Path, processes: int
+    ) -> None:
+        threads, files = set(threading.enumerate()), descriptors()
+        rows = Rows(offloading_config(), shared=True)
+        tier = make_tier(rows, {"url": str(tmp_path), "processes": processes})
+        assert len(movers()) == processes
+        assert (set(threading.enumerate()) > threads) == (processes == 0)
+        assert run_job(tier, "store", keys_of(3), [0, 1, 2]).success
         tier.shutdown()
-        assert set(threading.enumerate()) == before
+        assert set(threading.enumerate()) == threads
+        assert movers() == []
         assert tier._primary_kv_view.nbytes == 0
         tier.shutdown()  # twice is once
+        tier.drain_jobs()
+        rows.array = rows.array[:0].copy()
+        rows.memory.close()  # fails while anybody has a part of it
+        assert descriptors() == files
+
+    def test_jobs_that_shutdown_gave_up_are_reported(
+        self, tmp_path: Path, tiers: list[SecondaryTierManager]
+    ) -> None:
+        rows = Rows(offloading_config(worker_kv_bytes_per_block=1 << 20), 400)
+        tier = open_tier(tiers, Root(str(tmp_path)), rows, threads=1)
+        submit(tier, 7, "store", keys_of(400), list(range(400)))
+        tier.shutdown()
+        [result] = tier.get_finished_jobs()
+        assert result.job_id == 7
+        submit(tier, 8, "load", keys_of(1), [0])
+        [late] = tier.get_finished_jobs()
+        assert (late.job_id, late.success) == (8, False)
+
+
+def submit(
+    tier: SecondaryTierManager, number: int, operation: str, keys: list[Any], slots: Any
+) -> None:
+    """Submit a job, and poll for nothing."""
+    job = TransferJob(
+        number, keys, np.array(slots, np.int32), operation == "load", ReqContext("r")
+    )
+    getattr(tier, f"submit_{operation}")(job)
+
+
+class TestProcesses:
+    @pytest.mark.parametrize(
+        ("url", "options", "shared"),
+        [
+            pytest.param("memory://threads", {}, True, id="memory"),
+            pytest.param(None, {"processes": 0}, True, id="0"),
+            pytest.param(None, {}, False, id="private"),
+        ],
+    )
+    def test_threads_are_used_where_a_process_could_not_help(
+        self,
+        tmp_path: Path,
+        tiers: list[SecondaryTierManager],
+        url: str | None,
+        options: dict[str, Any],
+        shared: bool,
+    ) -> None:
+        rows = Rows(offloading_config(), shared=shared)
+        tier = open_tier(tiers, Root(url or str(tmp_path)), rows, **options)
+        assert movers() == []
+        names = {thread.name for thread in threading.enumerate()}
+        assert {f"kvstore-KVStoreTier-{n}" for n in range(8)} < names
+        assert run_job(tier, "store", keys_of(1), [0]).success
+
+    def test_there_are_as_many_as_cores_and_at_most_four(
+        self, tmp_path: Path, tiers: list[SecondaryTierManager], monkeypatch: Any
+    ) -> None:
+        for cores, expected in ((1, 1), (64, 4)):
+            monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)))
+            rows = Rows(offloading_config(), shared=True)
+            tier = open_tier(tiers, Root(str(tmp_path)), rows)
+            assert len(movers()) == expected
+            tier.shutdown()
+
+    def test_a_killed_mover_fails_its_blocks_once_and_nothing_else(
+        self, tmp_path: Path, tiers: list[SecondaryTierManager]
+    ) -> None:
+        rows = Rows(
+            offloading_config(worker_kv_bytes_per_block=256 << 10), 200, shared=True
+        )
+        rows.fill()
+        before = rows.array.copy()
+        tier = open_tier(tiers, Root(str(tmp_path)), rows, processes=2)
+        keys = keys_of(200)
+        for number in range(10):
+            slots = list(range(number, 200, 10))
+            submit(tier, number, "store", keys[number::10], slots)
+        os.kill(movers()[0], signal.SIGKILL)
+        tier.drain_jobs()
+        results = list(tier.get_finished_jobs())
+        assert sorted(result.job_id for result in results) == list(range(10))
+        assert not all(result.success for result in results)
+        stored = {key for result in results for key in result.successful_keys or ()}
+        assert stored < set(keys)
+        assert not list(tier.get_finished_jobs())
+
+        until(lambda: list(tier.get_finished_jobs()) or len(movers()) == 2)
+        assert run_job(tier, "store", keys, list(range(200))).success
+        assert look_up(tier, keys) == [HIT] * 200
+        rows.array[:] = 0
+        assert run_job(tier, "load", keys, list(range(200))).success
+        assert (rows.array[:, : rows.nbytes] == before[:, : rows.nbytes]).all()
+
+    @where
+    def test_lookups_and_jobs_of_before_outlive_another_open(
+        self, tmp_path: Path, shared: bool, tiers: list[SecondaryTierManager]
+    ) -> None:
+        """vLLM opens again when an engine wakes up."""
+        rows = Rows(offloading_config(), shared=shared)
+        tier = open_tier(tiers, Root(str(tmp_path)), rows, processes=1)
+        assert isinstance(tier, KVStoreTier)
+        keys, context = keys_of(2), ReqContext("r")
+        submit(tier, 1, "store", keys, [0, 1])
+        tier.on_new_request(context)
+        for key in keys:
+            assert tier.lookup(key, context) is LookupResult.RETRY
+        tier.on_schedule_end(ScheduleEndContext((), ()))
+        tier._open_stores()
+        [result] = tier.get_finished_jobs()
+        assert result.job_id == 1
+        for key in keys:
+            assert tier.lookup(key, context) is not LookupResult.RETRY
+        tier.on_request_finished(context)
+        assert run_job(tier, "store", keys, [0, 1]).success
+        assert look_up(tier, keys, "next") == [HIT, HIT]
+
+    def test_a_start_that_fails_stops_the_engine_and_leaves_nothing(
+        self, tmp_path: Path, monkeypatch: Any
+    ) -> None:
+        rows = Rows(offloading_config(), shared=True)
+        files = descriptors()
+        monkeypatch.setattr("sys.executable", "/bin/false")
+        with pytest.raises(InvalidInputError, match='Set "processes": 0'):
+            make_tier(rows, {"url": str(tmp_path), "processes": 2})
+        assert movers() == []
+        assert descriptors() == files
+
+    def test_a_request_that_ends_within_its_step_is_forgotten(
+        self, tmp_path: Path, tiers: list[SecondaryTierManager]
+    ) -> None:
+        """Of a block that is known to be damaged, so that no look is needed."""
+        tier = open_tier(tiers, Root(str(tmp_path)), Rows(offloading_config()))
+        assert isinstance(tier, KVStoreTier)
+        [key] = keys_of(1)
+        tier.stores[0].note_damage(key, "a test")
+        context = ReqContext("r")
+        assert tier.lookup(key, context) is MISS
+        tier.on_request_finished(context)
+        tier.on_schedule_end(ScheduleEndContext((), ()))
+        assert look_up(tier, [key], "next") == [MISS]
 
 
 class TestRefusedAtStart:
@@ -338,6 +516,9 @@ class TestRefusedAtStart:
             ({"url": "kv", "threads": "8"}, "threads: expected int, found '8'"),
             ({"url": "kv", "threads": True}, "threads: expected int, found True"),
             ({"url": "kv", "threads": 0}, "threads: expected more than 0"),
+            ({"url": "kv", "processes": 65}, "processes: expected 0 to 64, found 65"),
+            ({"url": "kv", "processes": -1}, "processes: expected 0 to 64, found -1"),
+            ({"url": "kv", "processes": True}, "processes: expected int"),
             ({"url": "nothing://x"}, "expected a protocol that fsspec knows"),
             ({"url": "s3://"}, "expected a bucket"),
             ({"url": "kv", "locality": "HERE"}, "locality"),

@@ -13,6 +13,9 @@ from collections.abc import Iterable
 
 from kvstore.arrays import Proof
 
+_UNASKED = True
+"""Stands for the verdict of a key that nobody asks for: anything but None."""
+
 
 class Lookups:
     """Verdicts by key, and who waits for them.
@@ -45,11 +48,13 @@ class Lookups:
 
     def take_new(self) -> list[bytes]:
         """The keys whose verdict is still to be found."""
-        new, self._new = self._new, []
-        return [key for key in new if self._verdicts[key] is None]
+        new, self._new = dict.fromkeys(self._new), []
+        return [key for key in new if self._verdicts.get(key, _UNASKED) is None]
 
     def tell(self, key: bytes, there: bool, proof: Proof | None) -> None:
-        """What was found."""
+        """What was found. A key that has its verdict keeps it: somebody was told."""
+        if self._verdicts.get(key, _UNASKED) is not None:
+            return
         if key not in self._holders:
             del self._verdicts[key]  # whoever asked has gone
             return

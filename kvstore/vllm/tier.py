@@ -127,7 +127,7 @@ class KVStoreTier(SecondaryTierManager):
             KVStoreError: the URL cannot be used, or another layout is recorded there.
         """
         options = self.options
-        self.stores = {
+        stores = {
             group.group_id: BlockStore.open(
                 options.url,
                 config,
@@ -142,9 +142,9 @@ class KVStoreTier(SecondaryTierManager):
             )
             for group in self._offloading_spec.config.groups
         }
-        if self._jobs is not None:
-            self._jobs.shutdown()
-        shared = all(store.shared for store in self.stores.values())
+        self._end_jobs()
+        self.stores = stores
+        shared = all(store.shared for store in stores.values())
         self._jobs = JobRunner(
             launch(
                 {group: store.blocks for group, store in self.stores.items()},
@@ -307,12 +307,18 @@ class KVStoreTier(SecondaryTierManager):
         if self._jobs is not None:
             self._jobs.drain()
 
+    def _end_jobs(self) -> None:
+        """End the movers, and keep what became of their jobs and lookups."""
+        if self._jobs is not None:
+            self._jobs.shutdown()
+            self._collect()
+            self._jobs = None  # it knows movers, and these know the rows
+
     def shutdown(self) -> None:
         """End all movers, and let go of the primary tier's memory.
 
         What waits is given up, what runs is waited for.
         """
-        if self._jobs is not None:
-            self._jobs.shutdown()
+        self._end_jobs()
         self._rows = np.empty((0, 0), np.uint8)
         self._primary_kv_view = memoryview(b"")

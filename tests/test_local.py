@@ -1,0 +1,305 @@
+"""Blocks in a folder, by system calls: every way a file can be read, and two writers."""
+
+import errno
+import itertools
+import mmap
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import local
+from kvstore.local import PAGE, TEMPORARY, create, discard, publish, read_into
+
+TRAILER = 4
+
+
+@pytest.fixture(params=["disk", "tmpfs"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """One on each kind of filesystem."""
+    if request.param == "disk":
+        yield tmp_path
+        return
+    folder = Path(f"/dev/shm/kvstore-test-{uuid.uuid4().hex}")
+    folder.mkdir()
+    yield folder
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+def written(folder: Path, nbytes: int) -> tuple[str, bytes]:
+    data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8).tobytes()
+    path = folder / "chunk"
+    path.write_bytes(data)
+    return str(path), data
+
+
+def evict(name: str, first: int = 0, length: int = 0) -> None:
+    """Out of the page cache, from `first` on."""
+    descriptor = os.open(name, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, first, length, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def buffers(nbytes: int, offset: int) -> list[memoryview]:
+    """A payload that begins `offset` bytes after a page's start, and a trailer."""
+    memory = memoryview(mmap.mmap(-1, nbytes + offset + PAGE))
+    return [memory[offset : offset + nbytes], memoryview(bytearray(TRAILER))]
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000, PAGE, 6051, 64 << 10, (1 << 20) + 512])
+@pytest.mark.parametrize("cached", ["all", "none", "beginning", "end"])
+@pytest.mark.parametrize("offset", [0, 1, 512, PAGE])
+def test_a_file_is_read_wherever_it_is_and_wherever_it_goes(
+    folder: Path, nbytes: int, cached: str, offset: int
+) -> None:
+    name, data = written(folder, nbytes + TRAILER)
+    half = nbytes // 2 // PAGE * PAGE
+    if cached != "all":
+        evict(name, half if cached == "beginning" else 0, half if cached == "end" else 0)
+    payload, trailer = buffers(nbytes, offset)
+    assert read_into(name, [payload, trailer]) == len(data)
+    assert bytes(payload) + bytes(trailer) == data
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("change", [-TRAILER - PAGE, -1, 1, PAGE])
+def test_a_file_of_another_length_is_not_read(
+    folder: Path, cached: bool, change: int
+) -> None:
+    name, _ = written(folder, 2 * PAGE + TRAILER + change)
+    if not cached:
+        evict(name)
+    payload, trailer = buffers(2 * PAGE, 0)
+    assert read_into(name, [payload, trailer]) == 2 * PAGE + TRAILER + change
+    assert not any(payload)
+
+
+def test_an_empty_file_has_no_bytes(folder: Path) -> None:
+    name, _ = written(folder, 0)
+    assert read_into(name, buffers(PAGE, 0)) == 0
+
+
+def test_a_file_that_is_not_there_raises(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_into(str(folder / "chunk"), buffers(PAGE, 0))
+
+
+@pytest.mark.parametrize("left", [0, 1, PAGE, 3 * PAGE + 100, 8 * PAGE + 1])
+def test_a_file_that_is_cut_while_it_is_read_is_too_short(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    name, _ = written(folder, 8 * PAGE + TRAILER)
+    evict(name)
+    read = local._read_cached
+
+    def cut_first(*arguments: Any) -> int:
+        os.truncate(name, left)
+        done: int = read(*arguments)
+        return done
+
+    monkeypatch.setattr(local, "_read_cached", cut_first)
+    monkeypatch.setattr(local, "_uncertain", set())
+    assert read_into(name, buffers(8 * PAGE, 0)) == left
+
+
+def test_no_file_stays_open(folder: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    for nbytes in (PAGE, 6051):
+        name, _ = written(folder, nbytes)
+        evict(name)
+        read_into(name, buffers(PAGE, 0))
+        read_into(name, buffers(nbytes - TRAILER, 0))
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+# ---- create
+
+
+def nothing_temporary(root: Path) -> bool:
+    return not list((root / TEMPORARY).iterdir())
+
+
+def test_a_file_is_made_with_its_folder(tmp_path: Path) -> None:
+    create(str(tmp_path), "a/zarr.json", b"first")
+    create(str(tmp_path), "a/zarr.json", b"second")
+    create(str(tmp_path), "a/b/zarr.json", b"below")
+    assert (tmp_path / "a" / "zarr.json").read_bytes() == b"first"
+    assert (tmp_path / "a" / "b" / "zarr.json").read_bytes() == b"below"
+    assert nothing_temporary(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "other"], ids=["empty", "with another file"])
+def test_a_file_is_made_in_a_folder_that_is_there(
+    tmp_path: Path, content: str | None
+) -> None:
+    (tmp_path / "a").mkdir()
+    if content:
+        (tmp_path / "a" / content).touch()
+    create(str(tmp_path), "a/zarr.json", b"data")
+    assert (tmp_path / "a" / "zarr.json").read_bytes() == b"data"
+    assert not content or (tmp_path / "a" / content).exists()
+    assert nothing_temporary(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK])
+def test_a_file_is_made_where_there_are_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def link(source: str, target: str) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", link)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "other").touch()
+    create(str(tmp_path), "a/zarr.json", b"data")
+    assert (tmp_path / "a" / "zarr.json").read_bytes() == b"data"
+    assert nothing_temporary(tmp_path)
+
+
+def test_another_failure_to_link_is_raised_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "link", link)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "other").touch()
+    with pytest.raises(OSError, match="full"):
+        create(str(tmp_path), "a/zarr.json", b"data")
+    assert not (tmp_path / "a" / "zarr.json").exists()
+    assert nothing_temporary(tmp_path)
+
+
+def at_once(call: Callable[[int], Any], count: int = 4) -> list[Any]:
+    together = threading.Barrier(count)
+
+    def run(number: int) -> Any:
+        together.wait()
+        return call(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
+
+
+def test_of_several_that_make_one_file_one_stays_whole(tmp_path: Path) -> None:
+    for turn in range(20):
+        path = f"{turn}/zarr.json"
+
+        def make(number: int, path: str = path) -> None:
+            create(str(tmp_path), path, bytes([number]) * 9000)
+
+        at_once(make)
+        found = (tmp_path / path).read_bytes()
+        assert found in [bytes([number]) * 9000 for number in range(4)]
+        assert os.listdir(tmp_path / str(turn)) == ["zarr.json"]
+    assert nothing_temporary(tmp_path)
+
+
+# ---- publish
+
+
+def files(number: int, nbytes: int = 9000) -> Any:
+    data = bytes([number]) * nbytes
+    return (("c.0", [data[:100], memoryview(data)[100:]]), ("zarr.json", [data]))
+
+
+def whole(folder: Path) -> int:
+    """Which writer's block it is; every file must be that one's."""
+    [number] = {*(folder / "c.0").read_bytes(), *(folder / "zarr.json").read_bytes()}
+    return int(number)
+
+
+def test_the_first_block_stays_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
+    assert publish(str(tmp_path), "block", files(1), replace=False) is True
+    assert publish(str(tmp_path), "block", files(2), replace=False) is False
+    assert whole(tmp_path / "block") == 1
+    assert publish(str(tmp_path), "block", files(3), replace=True) is True
+    assert whole(tmp_path / "block") == 3
+    assert nothing_temporary(tmp_path)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_of_several_that_publish_one_block_one_stays_whole(
+    tmp_path: Path, replace: bool
+) -> None:
+    for turn in range(20):
+
+        def put(number: int, path: str = str(turn)) -> bool:
+            return publish(str(tmp_path), path, files(number), replace=replace)
+
+        ours = at_once(put)
+        assert any(ours)
+        if not replace:
+            assert ours == [number == whole(tmp_path / str(turn)) for number in range(4)]
+        assert whole(tmp_path / str(turn)) in range(4)
+    assert nothing_temporary(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "chunk"])
+def test_what_is_no_block_makes_room(tmp_path: Path, what: str) -> None:
+    target = tmp_path / "block"
+    if what == "file":
+        target.write_bytes(b"x")
+    else:
+        target.mkdir()
+        (target / ("c.0" if what == "chunk" else "other")).write_bytes(b"x")
+    assert publish(str(tmp_path), "block", files(1), replace=False)
+    assert sorted(os.listdir(target)) == ["c.0", "zarr.json"]
+    assert nothing_temporary(tmp_path)
+
+
+def failing() -> Iterator[bytes]:
+    yield b"half"
+    raise OSError(errno.ENOSPC, "full")
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, replace: bool) -> None:
+    publish(str(tmp_path), "block", files(1), replace=False)
+    broken = (("c.0", failing()), ("zarr.json", [b""]))
+    with pytest.raises(OSError, match="full"):
+        publish(str(tmp_path), "block", broken, replace=replace)
+    assert whole(tmp_path / "block") == 1
+    assert nothing_temporary(tmp_path)
+
+
+def test_a_replacement_that_cannot_be_placed_puts_back_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(str(tmp_path), "block", files(1), replace=False)
+    rename, calls = os.rename, itertools.count()
+
+    def second_fails(source: str, target: str) -> None:
+        if next(calls) == 1:
+            raise OSError(errno.EIO, "broken")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", second_fails)
+    with pytest.raises(OSError, match="broken"):
+        publish(str(tmp_path), "block", files(2), replace=True)
+    assert whole(tmp_path / "block") == 1
+    assert nothing_temporary(tmp_path)
+
+
+def test_a_block_whose_folder_is_gone_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        publish(str(tmp_path), "fan/block", files(1), replace=False)
+    assert nothing_temporary(tmp_path)
+
+
+def test_discarding_is_whole_and_may_be_repeated(tmp_path: Path) -> None:
+    publish(str(tmp_path), "block", files(1), replace=False)
+    discard(str(tmp_path), "block")
+    discard(str(tmp_path), "block")
+    assert not (tmp_path / "block").exists()
+    assert nothing_temporary(tmp_path)

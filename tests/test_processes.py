@@ -1,0 +1,485 @@
+"""Movers in processes of their own, over a mapped file as vLLM's CPU tier is one."""
+
+import gc
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from work import PATIENCE, descriptors, ended, movers_of, until
+
+from kvstore import BlockStore, InvalidInputError, Layout
+from kvstore.jobs import DIED, Job, JobRunner, Outcome
+from kvstore.processes import ProcessMover, Task
+from kvstore.region import Region
+from kvstore.testing import sample_config
+from kvstore.transfer import ABSENT, DAMAGED, FOUND, LOADED, Rows
+
+OURS = os.getpid()
+
+
+@pytest.fixture
+def shared() -> Iterator[Callable[[int, int], Rows]]:
+    """Makes rows in files of /dev/shm, which have their names while the test runs."""
+    paths: list[Path] = []
+
+    def make(count: int, nbytes: int) -> Rows:
+        path = Path(f"/dev/shm/kvstore-test-{uuid.uuid4().hex}")
+        paths.append(path)
+        with path.open("w+b") as file:
+            file.truncate(count * nbytes)
+            memory = mmap.mmap(file.fileno(), 0)
+        return np.ndarray((count, nbytes), np.uint8, memory)
+
+    yield make
+    for path in paths:
+        path.unlink()
+
+
+def store_of(folder: Path, nbytes: int, **options: Any) -> BlockStore:
+    layout = Layout.of_bytes(nbytes, dtype="float16", reason="a test")
+    return BlockStore.open(folder, sample_config(), layout, **options)
+
+
+@contextmanager
+def running(
+    store: BlockStore,
+    rows: Rows,
+    *,
+    processes: int = 1,
+    deadline: float = 600.0,
+    grace: float = 600.0,
+) -> Iterator[JobRunner]:
+    runner = JobRunner(movers(store, rows, processes), deadline=deadline, grace=grace)
+    try:
+        yield runner
+    finally:
+        for process in movers_of(OURS):
+            os.kill(process, signal.SIGCONT)
+        runner.shutdown()
+        assert movers_of(OURS) == []
+
+
+def movers(store: BlockStore, rows: Rows, processes: int) -> list[ProcessMover]:
+    region = Region.of(rows)
+    assert region is not None
+    task = Task({0: store.blocks}, region, threads=2, lookups=1)
+    made = [ProcessMover(task) for _ in range(processes)]
+    os.close(region.descriptor)
+    return made
+
+
+def key(number: int) -> bytes:
+    """One of KV group 0."""
+    return number.to_bytes(32) + bytes(4)
+
+
+def job(job_id: int, operation: Any, *numbers: int) -> Job:
+    """A job on blocks in the slots of their numbers."""
+    return Job(job_id, operation, tuple(map(key, numbers)), numbers)
+
+
+def words(outcome: Outcome) -> set[str]:
+    return {word for word, _ in outcome.answers}
+
+
+def done(runner: JobRunner, job: Job) -> Outcome:
+    runner.submit(job)
+    runner.drain()
+    [outcome] = runner.finished()
+    return outcome
+
+
+def fill(rows: Rows) -> None:
+    rows[:] = np.random.default_rng(0).integers(0, 256, rows.shape, np.uint8)
+
+
+# ---- transfers
+
+
+@pytest.mark.parametrize("nbytes", [4096, 6051 + 4096, 720 << 10, 3 << 20])
+def test_blocks_go_through_processes_bit_exact(
+    tmp_path: Path, shared: Callable[[int, int], Rows], nbytes: int
+) -> None:
+    rows = shared(8, -(-nbytes // 4096) * 4096)
+    fill(rows)
+    before = rows.copy()
+    store = store_of(tmp_path, nbytes)
+    with running(store, rows, processes=2) as runner:
+        assert len(movers_of(OURS)) == 2
+        assert words(done(runner, job(1, "lookup", *range(8)))) == {ABSENT}
+        assert words(done(runner, job(2, "store", *range(4)))) == {"stored"}
+        assert (rows == before).all()
+        assert words(done(runner, job(3, "store", *range(4)))) == {"kept"}
+        found = done(runner, job(4, "lookup", *range(4)))
+        assert words(found) == {FOUND}
+        proofs = tuple(proof for _, proof in found.answers)
+        for hints in ((), proofs):
+            rows[4:] = 0
+            load = Job(5, "load", tuple(map(key, range(4))), (7, 6, 5, 4), hints)
+            assert words(done(runner, load)) == {LOADED}
+            assert (rows[:3:-1, :nbytes] == before[:4, :nbytes]).all()
+            assert not rows[4:, nbytes:].any()
+    buffer = bytearray(nbytes)
+    for number in range(4):
+        assert store.load(key(number), buffer)
+        assert buffer == before[number, :nbytes].tobytes()
+
+
+@pytest.mark.parametrize("codec", ["zstd", "blosc"])
+def test_a_process_writes_with_the_stores_codec(
+    tmp_path: Path, shared: Callable[[int, int], Rows], codec: Any
+) -> None:
+    rows = shared(2, 64 << 10)
+    rows[:] = np.arange(64 << 10) % 7
+    with running(store_of(tmp_path, 64 << 10, codec=codec), rows) as runner:
+        [(word, proof)] = done(runner, job(1, "store", 1)).answers
+        assert (word, proof and proof[1]) == ("stored", codec)
+        rows[1] = 0
+        assert words(done(runner, job(2, "load", 1))) == {LOADED}
+    assert (rows[0] == rows[1]).all()
+
+
+def test_damage_is_an_answer_with_words(
+    tmp_path: Path, shared: Callable[[int, int], Rows]
+) -> None:
+    rows = shared(2, 4096)
+    store = store_of(tmp_path, 4096)
+    with running(store, rows) as runner:
+        done(runner, job(1, "store", 0, 1))
+        [chunk] = tmp_path.rglob(f"{key(1).hex()}/c.0")
+        chunk.write_bytes(bytes(range(256)) * 16 + b"1234")
+        outcome = done(runner, job(2, "load", 0, 1))
+        assert [word for word, _ in outcome.answers] == [LOADED, DAMAGED]
+        assert "crc32c" in outcome.problems[1]
+        repair = Job(3, "store", (key(1),), (1,), (True,))
+        assert words(done(runner, repair)) == {"repaired"}
+        assert words(done(runner, job(4, "load", 1))) == {LOADED}
+        outcome = done(runner, Job(5, "load", (key(1), b"x" * 36), (99, 0)))
+        assert words(outcome) == {"failed"}
+        assert "no row has the number 99" in outcome.problems[0]
+        assert "no KV group" in outcome.problems[1]
+
+
+# ---- processes that end or hang
+
+
+def hold(store: BlockStore, number: int) -> Path:
+    """Make a load of this block hang, in a process that can still be killed: its chunk
+    becomes a pipe, which nobody writes to.
+    """
+    [chunk] = Path(store.url.removeprefix("file://")).rglob(f"{key(number).hex()}/c.0")
+    chunk.unlink()
+    os.mkfifo(chunk)
+    return chunk
+
+
+def test_a_killed_process_fails_its_jobs_once_and_a_new_one_works(
+    tmp_path: Path,
+    shared: Callable[[int, int], Rows],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = shared(4, 4096)
+    store = store_of(tmp_path, 4096)
+    with running(store, rows) as runner:
+        done(runner, job(1, "store", 0, 1, 2))
+        chunk = hold(store, 0)
+        runner.submit(job(2, "load", 0))
+        runner.submit(job(3, "load", 0, 0))
+        assert runner.finished() == []
+        [killed] = movers_of(OURS)
+        os.kill(killed, signal.SIGKILL)
+        outcomes = ended(runner, 2)
+        assert sorted(o.job.job_id for o in outcomes) == [2, 3]
+        assert [words(o) for o in outcomes] == [{"failed"}] * 2
+        assert [dict(o.problems) for o in outcomes] == [{0: DIED}] * 2
+        assert not Path(f"/proc/{killed}").exists()  # it is no zombie either
+        chunk.unlink()
+        until(lambda: runner.finished() or movers_of(OURS))
+        assert words(done(runner, job(4, "load", 1, 2))) == {LOADED}
+        assert runner.finished() == []
+    [record] = caplog.records
+    assert "the 3 blocks that it had count as failed" in record.getMessage()
+
+
+def test_others_work_on_while_one_is_killed_again_and_again(
+    tmp_path: Path, shared: Callable[[int, int], Rows]
+) -> None:
+    rows = shared(64, 64 << 10)
+    fill(rows)
+    before = rows.copy()
+    told: list[int] = []
+    with running(store_of(tmp_path, 64 << 10), rows, processes=2) as runner:
+        for number in range(40):
+            operation = "load" if number % 2 else "store"
+            runner.submit(job(number, operation, *range(number % 4, 64, 4)))
+            for process in movers_of(OURS)[:1] if number % 10 == 5 else ():
+                os.kill(process, signal.SIGKILL)
+            told += [outcome.job.job_id for outcome in runner.finished()]
+        runner.drain()
+        told += [outcome.job.job_id for outcome in runner.finished()]
+        assert sorted(told) == list(range(40))
+        # A store that was killed left nothing that is served.
+        assert (rows == before).all()
+        until(lambda: runner.finished() or len(movers_of(OURS)) == 2)
+        assert words(done(runner, job(40, "store", *range(64)))) <= {"stored", "kept"}
+        rows[:] = 0
+        assert words(done(runner, job(41, "load", *range(64)))) == {LOADED}
+    assert (rows == before).all()
+
+
+def test_a_process_that_hangs_is_killed_and_its_job_fails_after_its_end(
+    tmp_path: Path,
+    shared: Callable[[int, int], Rows],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = shared(4, 4096)
+    with running(store_of(tmp_path, 4096), rows, deadline=0.2, grace=0.2) as runner:
+        [stopped] = movers_of(OURS)
+        os.kill(stopped, signal.SIGSTOP)
+        runner.submit(job(1, "store", 0))
+        [outcome] = ended(runner, 1)
+        assert not Path(f"/proc/{stopped}").exists()
+        assert outcome.problems == {0: DIED}
+        assert outcome.seconds >= 0.4
+        assert "more than 0 s: its process is killed" in caplog.text
+
+        def stores() -> bool:
+            """A slow machine may let it wait past the deadline."""
+            runner.submit(job(2, "store", 0))
+            return words(ended(runner, 1)[0]) <= {"stored", "kept"}
+
+        until(stores)
+
+
+def test_shutdown_kills_what_hangs_and_reports_its_jobs(
+    tmp_path: Path, shared: Callable[[int, int], Rows]
+) -> None:
+    rows = shared(4, 4096)
+    store = store_of(tmp_path, 4096)
+    runner = JobRunner(movers(store, rows, 1), deadline=600, grace=0.3)
+    done(runner, job(1, "store", 0, 1))
+    hold(store, 0)
+    runner.submit(job(2, "load", 0, 0, 0, 1))
+    assert runner.finished() == []
+    runner.shutdown()
+    assert movers_of(OURS) == []
+    [outcome] = runner.finished()
+    assert words(outcome) <= {"failed", LOADED}
+    assert outcome.answers[0] == ("failed", None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_leaves_it_to_the_engine_to_be_interrupted(
+    tmp_path: Path, shared: Callable[[int, int], Rows], number: int
+) -> None:
+    rows = shared(1, 4096)
+    with running(store_of(tmp_path, 4096), rows) as runner:
+        [process] = movers_of(OURS)
+        os.kill(process, number)
+        assert words(done(runner, job(1, "store", 0))) == {"stored"}
+        assert movers_of(OURS) == [process]
+
+
+# ---- the engine's end
+
+
+_ENGINE = """
+import mmap, os, sys, threading, time
+import numpy as np
+sys.path[:0] = {path!r}
+from test_processes import job, movers, store_of
+from kvstore.jobs import JobRunner
+from pathlib import Path
+
+file = open({file!r}, "r+b")
+rows = np.ndarray((4, 4096), np.uint8, mmap.mmap(file.fileno(), 0))
+store = store_of(Path({folder!r}), 4096)
+runner = JobRunner(movers(store, rows, 2), deadline=600, grace=600)
+if {fork}:
+    if not os.fork():
+        time.sleep(600)
+        os._exit(0)
+runner.submit(job(1, "store", *range(4)))
+print("running", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a fork"])
+def test_no_process_outlives_an_engine_that_was_killed(
+    tmp_path: Path, shared: Callable[[int, int], Rows], fork: bool
+) -> None:
+    shared(4, 4096)
+    [file] = Path("/dev/shm").glob(f"kvstore-test-{'?' * 32}")
+    path = [*sys.path, str(Path(__file__).parent)]
+    code = _ENGINE.format(path=path, file=str(file), folder=str(tmp_path), fork=fork)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, process_group=0
+    ) as engine:
+        try:
+            assert engine.stdout is not None
+            assert engine.stdout.readline() == b"running\n"
+            assert len(movers_of(engine.pid)) == 2
+            engine.kill()
+            engine.wait(PATIENCE)
+            until(lambda: movers_of(engine.pid) == [])
+        finally:
+            os.killpg(engine.pid, signal.SIGKILL) if fork else engine.kill()
+
+
+# ---- starts that fail
+
+
+class Unloadable:
+    """It pickles, and cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (_fail, ())
+
+
+def _fail() -> None:
+    raise RuntimeError("this cannot be loaded")
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No process and no file is open afterwards that was not before."""
+    gc.collect()
+    files, threads = descriptors(), set(threading.enumerate())
+    yield
+    gc.collect()
+    assert movers_of(OURS) == []
+    assert descriptors() == files
+    assert set(threading.enumerate()) == threads
+
+
+REMEDY = 'Set "processes": 0 to transfer on threads of the engine instead.'
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_task_that_cannot_be_loaded_stops_the_start_with_its_remedy(
+    tmp_path: Path,
+    shared: Callable[[int, int], Rows],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    region = Region.of(shared(1, 4096))
+    assert region is not None
+    blocks: Any = {0: Unloadable()}
+    mover = ProcessMover(Task(blocks, region, 1, 1))
+    os.close(region.descriptor)
+    with pytest.raises(InvalidInputError) as caught:
+        JobRunner([mover], deadline=600, grace=5)
+    assert str(caught.value) == (
+        "processes: expected 1 to start within 60 s, found 0; what the others said is "
+        f"above. {REMEDY}"
+    )
+    assert "Traceback" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("executable", ["/bin/false", "/nowhere/python"])
+def test_a_python_that_does_not_start_stops_the_start_with_its_remedy(
+    tmp_path: Path,
+    shared: Callable[[int, int], Rows],
+    monkeypatch: pytest.MonkeyPatch,
+    executable: str,
+) -> None:
+    two = movers(store_of(tmp_path, 4096), shared(1, 4096), 2)
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(InvalidInputError) as caught:
+        JobRunner(two, deadline=600, grace=5)
+    assert str(caught.value).endswith(REMEDY)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_task_that_cannot_be_handed_over_is_refused_with_its_remedy(
+    shared: Callable[[int, int], Rows],
+) -> None:
+    region = Region.of(shared(1, 4096))
+    assert region is not None
+    blocks: Any = {0: lambda: None}
+    try:
+        with pytest.raises(InvalidInputError) as caught:
+            ProcessMover(Task(blocks, region, 1, 1))
+    finally:
+        os.close(region.descriptor)
+    assert str(caught.value).startswith("processes: expected storage_options that")
+    assert str(caught.value).endswith(REMEDY)
+
+
+# ---- what is left
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_nothing_is_left_after_shutdown_and_the_memory_can_be_unmapped(
+    tmp_path: Path, shared: Callable[[int, int], Rows]
+) -> None:
+    rows = shared(4, 4096)
+    memory: Any = rows.base
+    runner = JobRunner(movers(store_of(tmp_path, 4096), rows, 2), deadline=600, grace=600)
+    done(runner, job(1, "store", 0, 1, 2, 3))
+    os.kill(movers_of(OURS)[0], signal.SIGKILL)  # one is started again in between
+    until(lambda: runner.finished() or len(movers_of(OURS)) < 2)
+    until(lambda: runner.finished() or len(movers_of(OURS)) == 2)
+    done(runner, job(2, "load", 0, 1, 2, 3))
+    runner.shutdown()
+    runner.shutdown()
+    del rows
+    memory.close()
+
+
+def test_an_engine_with_threads_and_children_can_start_movers(
+    tmp_path: Path, shared: Callable[[int, int], Rows]
+) -> None:
+    rows = shared(4, 4096)
+    over = threading.Event()
+    busy = threading.Thread(target=over.wait)
+    busy.start()
+    outcomes: list[Outcome] = []
+
+    def open_and_store() -> None:
+        with running(store_of(tmp_path, 4096), rows) as runner:
+            outcomes.append(done(runner, job(1, "store", 0, 1)))
+
+    starter = threading.Thread(target=open_and_store)
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        starter.start()
+        starter.join(PATIENCE)
+    finally:
+        child.kill()
+        child.wait()
+        over.set()
+        busy.join()
+    assert [words(outcome) for outcome in outcomes] == [{"stored"}]
+
+
+def test_a_mover_does_not_end_with_the_thread_that_started_it(
+    tmp_path: Path, shared: Callable[[int, int], Rows]
+) -> None:
+    rows = shared(4, 4096)
+    store = store_of(tmp_path, 4096)
+    made: list[JobRunner] = []
+
+    def start() -> None:
+        made.append(JobRunner(movers(store, rows, 1), deadline=600, grace=600))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    [runner] = made
+    before = movers_of(OURS)
+    until(lambda: runner.finished() == [] and not thread.is_alive())
+    assert words(done(runner, job(1, "store", 0, 1))) == {"stored"}
+    assert movers_of(OURS) == before
+    runner.shutdown()
