@@ -91,6 +91,11 @@ def _bucket(settings: Settings, results: Results, place: Bucket, rows: Bytes) ->
             look_up(tier, new_keys(8))
             one = median(look_up(tier, new_keys(1))[0] for _ in range(SINGLES))
             known, unknown = _ask(results, case, peer, tier, keys)
+            again, hits = look_up(tier, keys)
+            require_hits(hits, len(keys))
         results.add(case, peer, "look-up of one", "ms", one * 1e3)
         results.add(case, peer, "all that are there", "look-ups of one", known / one)
         results.add(case, peer, "all that are not", "look-ups of one", unknown / one)
+        results.add(
+            case, peer, "all once more, by another request", "look-ups of one", again / one
+        )
