@@ -42,7 +42,7 @@ def object_stores(settings: Settings, results: Results) -> None:
         return
     block = min(BLOCK, settings.total)
     for backend, server in module.SERVERS.items():
-        with fresh_folder(settings.disk) as folder:
+        with fresh_folder(settings.memory or settings.disk) as folder:
             try:
                 with server(folder) as running:
                     _clients(

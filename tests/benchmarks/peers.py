@@ -106,12 +106,13 @@ def bucket(settings: Settings, results: Results) -> Iterator[Bucket | None]:
         results.note("S3 is left out: s3fs is not installed.")
         yield None
         return
-    with fresh_folder(settings.disk) as folder:
+    # In memory where there is room: it is the clients that are measured, not a disk.
+    with fresh_folder(settings.memory or settings.disk) as folder:
         before = set(descendants())
         try:
             with seaweedfs(folder) as server:
                 started = frozenset(set(descendants()) - before)
-                results.note("S3 is SeaweedFS on the same cores as the tiers.")
+                results.note("S3 is SeaweedFS on the same cores as the tiers, with its data in memory.")
                 yield _bucket("S3", server, results, started)
         except ServerUnavailable as reason:
             results.note(f"S3 is left out: {reason}")
