@@ -90,6 +90,7 @@ class Memory:
         """How many keys ended at once: `loaded`, `stored`, `repaired`, or otherwise."""
         with self._lock:
             self._counts.update(words)
+            self._counts["damaged"] -= words.count("damaged")  # `note_damage` counts them
             if Stored.REPAIRED in words:  # damage may have been found by the store itself
                 told = zip(keys, words, strict=True)
                 found = (key for key, word in told if word == Stored.REPAIRED)

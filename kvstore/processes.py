@@ -8,6 +8,7 @@ device. It ends when the engine's end of its socket closes, or the engine is gon
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import socket
@@ -23,6 +24,8 @@ from kvstore.links import Launched
 from kvstore.mover import Mover, Perform
 from kvstore.region import Region, populate
 from kvstore.transfer import Rows, Transfer
+
+logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 4
 """Processes where nobody says how many; no more than there are cores."""
@@ -71,8 +74,10 @@ def launch(
     threads = -(-threads // (count if region else 1))
     lookups = 1 if lookups == 1 else lookups * threads
     if region is None:
+        logger.info("%d threads of the engine transfer blocks", threads)
         perform = Transfer(blocks, rows)
         return [ThreadMover(perform, threads=threads, lookups=lookups, name=name)]
+    logger.info("%d processes transfer blocks, %d at once in each", count, threads)
     task = Task(blocks, region, threads, lookups)
     try:
         return [ProcessMover(task) for _ in range(count)]

@@ -17,9 +17,10 @@ from work import (
     DONE,
     NAME,
     PATIENCE,
+    End,
     Work,
-    answer,
     descriptors,
+    end,
     ended,
     job,
     key,
@@ -30,6 +31,7 @@ from work import (
     until,
 )
 
+from kvstore.arrays import make_proof
 from kvstore.errors import InvalidInputError
 from kvstore.jobs import DIED, PART_KEYS, Job, JobRunner, Outcome
 from kvstore.links import MAX_PAUSE, Link
@@ -38,11 +40,11 @@ from kvstore.mover import (
     LATE,
     LOADS_PER_STORE,
     MAX_MESSAGE_BYTES,
-    Answer,
     Hint,
     Mover,
     Operation,
     Part,
+    Reply,
 )
 from kvstore.paths import MAX_KEY_BYTES
 from kvstore.processes import ThreadMover
@@ -64,10 +66,8 @@ def works() -> Iterator[list[Work]]:
         work.gate.set()
 
 
-def done(
-    operation: Operation, key: bytes, slot: int, hint: Hint
-) -> tuple[Answer, str | None]:
-    return DONE, None
+def done(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
+    return DONE, None, None
 
 
 # ---- what runs
@@ -86,19 +86,17 @@ def test_every_key_is_run_with_its_own_slot(work: Work) -> None:  # A23
 def test_every_key_is_run_with_its_own_hint() -> None:
     told: list[tuple[bytes, Hint]] = []
 
-    def perform(
-        operation: Operation, key: bytes, slot: int, hint: Hint
-    ) -> tuple[Answer, str | None]:
+    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
         told.append((key, hint))
-        return DONE, None
+        return DONE, None, None
 
     with running(perform) as runner:
-        runner.submit(Job(1, "load", (key(1), key(2)), (0, 1), ((7, "zstd"), None)))
+        runner.submit(Job(1, "load", (key(1), key(2)), (0, 1), (7, None)))
         runner.submit(Job(2, "store", (key(3), key(4)), (0, 1), (True, False)))
         runner.submit(Job(3, "store", (key(5),), (0,)))
         runner.drain()
     assert told == [
-        (key(1), (7, "zstd")),
+        (key(1), 7),
         (key(2), None),
         (key(3), True),
         (key(4), False),
@@ -161,9 +159,7 @@ def test_so_many_keys_run_at_once_and_no_more(threads: int) -> None:
     at_once: list[int] = []
     now = 0
 
-    def perform(
-        operation: Operation, key: bytes, slot: int, hint: Hint
-    ) -> tuple[Answer, str | None]:
+    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
         nonlocal now
         with lock:
             now += 1
@@ -171,7 +167,7 @@ def test_so_many_keys_run_at_once_and_no_more(threads: int) -> None:
         together.wait(PATIENCE)  # passes only with all threads inside
         with lock:
             now -= 1
-        return DONE, None
+        return DONE, None, None
 
     with running(perform, threads=threads) as runner:
         runner.submit(job(1, *range(4 * threads)))
@@ -188,7 +184,7 @@ def test_lookups_do_not_wait_for_transfers(work: Work) -> None:
         runner.submit(Job(2, "lookup", (key(3), key(4)), ()))
         [outcome] = ended(runner, 1)
         assert outcome.job.job_id == 2
-        assert outcome.answers == [DONE, DONE]
+        assert outcome.words == [DONE, DONE]
 
 
 # ---- how jobs end
@@ -202,7 +198,7 @@ def test_an_outcome_names_the_job_and_what_succeeded(work: Work) -> None:
         runner.drain()
         [outcome] = runner.finished()
     assert outcome.job is submitted
-    assert outcome.answers == [DONE, DONE]
+    assert outcome.words == [DONE, DONE]
     assert not outcome.problems
     assert 0 <= outcome.seconds < PATIENCE
 
@@ -221,13 +217,11 @@ def test_exactly_the_keys_that_succeeded_are_told(work: Work) -> None:  # A27, A
 def test_keys_are_told_in_the_jobs_order_however_they_end() -> None:
     first_may_end = threading.Event()
 
-    def perform(
-        operation: Operation, key_: bytes, slot: int, hint: Hint
-    ) -> tuple[Answer, str | None]:
+    def perform(operation: Operation, key_: bytes, slot: int, hint: Hint) -> End:
         if key_ == key(1):
-            return answer(first_may_end.wait(PATIENCE))
+            return end(first_may_end.wait(PATIENCE))
         first_may_end.set()
-        return answer(key_ == key(2))
+        return end(key_ == key(2))
 
     with running(perform, threads=2) as runner:
         runner.submit(job(1, 1, 2, 3))
@@ -241,9 +235,9 @@ def test_an_empty_job_ends_at_once(work: Work) -> None:  # A23
         runner.submit(job(1))
         runner.submit(Job(2, "lookup", (), ()))
         outcomes = runner.finished()
-    assert [(o.job.job_id, o.answers, o.problems) for o in outcomes] == [
-        (1, [], {}),
-        (2, [], {}),
+    assert [(o.job.job_id, o.words, o.proofs, o.problems) for o in outcomes] == [
+        (1, [], [], {}),
+        (2, [], [], {}),
     ]
     assert work.calls == []
 
@@ -266,7 +260,8 @@ def test_keys_and_slots_that_do_not_match_fail_as_a_whole(
         runner.drain()
         [outcome] = runner.finished()
         assert work.calls == []
-        assert outcome.answers == [(FAILED, None)] * keys
+        assert outcome.words == [FAILED] * keys
+        assert outcome.proofs == [None] * keys
         assert outcome.problems == {0: f"{keys} keys for {slots} slots"}
         runner.submit(job(2, 1))
         runner.drain()
@@ -293,12 +288,10 @@ class Panic(BaseException):
 def test_what_is_raised_fails_its_key_alone(  # A13
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def perform(
-        operation: Operation, key_: bytes, slot: int, hint: Hint
-    ) -> tuple[Answer, str | None]:
+    def perform(operation: Operation, key_: bytes, slot: int, hint: Hint) -> End:
         if key_ == key(2):
             raise error
-        return DONE, None
+        return DONE, None, None
 
     with running(perform) as runner:
         threads = threads_alive()
@@ -320,10 +313,8 @@ def test_each_job_is_reported_once_to_whoever_asks() -> None:
     lock = threading.Lock()
     everything = threading.Event()
 
-    def perform(
-        operation: Operation, key: bytes, slot: int, hint: Hint
-    ) -> tuple[Answer, str | None]:
-        return answer(slot % 20 == 0)
+    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
+        return end(slot % 20 == 0)
 
     def poll(runner: JobRunner) -> None:
         while not everything.is_set():
@@ -400,19 +391,17 @@ def test_a_big_job_is_split_and_its_answers_keep_their_order(
     count: int, movers: int
 ) -> None:
     keys = tuple(n.to_bytes(MAX_KEY_BYTES) for n in range(count))
-    hints: tuple[Hint, ...] = tuple((n % 2**32, "blosc") for n in range(count))
+    proofs = tuple(make_proof(2**32 - 1 - n, "blosc") for n in range(count))
 
-    def perform(
-        operation: Operation, key: bytes, slot: int, hint: Hint
-    ) -> tuple[Answer, str | None]:
-        assert isinstance(hint, tuple)
-        return (str(slot), hint), f"problem {slot}" * 1000
+    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
+        return str(slot), hint, f"problem {slot}" * 1000
 
     with running(*[perform] * movers, threads=2) as runner:
-        runner.submit(Job(1, "load", keys, range(count), hints))
+        runner.submit(Job(1, "load", keys, range(count), proofs))
         runner.drain()
         [outcome] = runner.finished()
-    assert outcome.answers == [(str(n), hints[n]) for n in range(count)]
+    assert outcome.words == [str(n) for n in range(count)]
+    assert outcome.proofs == list(proofs)
     assert 0 in outcome.problems
     for n, problem in outcome.problems.items():
         assert problem.startswith(f"problem {n}p")
@@ -460,20 +449,21 @@ class Fake:
             self.reply(0)
         return ours
 
-    def reply(self, number: int, *answers: Answer) -> None:
-        self.ends[-1].send(pickle.dumps((number, answers, {})))
+    def reply(self, number: int, *words: str) -> None:
+        reply = Reply(number, words, [None] * len(words), {})
+        self.ends[-1].send(pickle.dumps(tuple(reply)))
 
     def take(self) -> Part:
         self.ends[-1].settimeout(PATIENCE)
         return Part(*pickle.loads(self.ends[-1].recv(MAX_MESSAGE_BYTES)))
 
     def kill(self) -> bool:
-        for end in self.ends:
-            end.close()
+        for channel in self.ends:
+            channel.close()
         return True
 
     def join(self, seconds: float) -> bool:
-        return all(end.fileno() < 0 for end in self.ends)
+        return all(channel.fileno() < 0 for channel in self.ends)
 
     def close(self) -> None:
         self.closed = True
@@ -557,9 +547,7 @@ def test_a_job_whose_key_still_runs_is_not_reported(work: Work) -> None:
 
 
 def test_loads_stores_and_lookups_that_wait_are_all_given_up(work: Work) -> None:
-    def perform(
-        operation: Operation, key: bytes, slot: int, hint: Hint
-    ) -> tuple[Answer, str | None]:
+    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
         return work("load" if operation == "lookup" else operation, key, slot, hint)
 
     with running(perform, deadline=0.02) as runner:

@@ -1,11 +1,14 @@
 """Blocks in a folder, by system calls: every way a file can be read, and two writers."""
 
 import errno
+import fcntl
 import itertools
 import mmap
 import os
+import subprocess
 import threading
 import uuid
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import local
-from kvstore.local import PAGE, TEMPORARY, create, discard, publish, read_into
+from kvstore.local import (
+    PAGE,
+    TEMPORARY,
+    create,
+    discard,
+    probe,
+    publish,
+    read,
+    read_into,
+)
 
 TRAILER = 4
 
@@ -98,16 +109,14 @@ def test_a_file_that_is_cut_while_it_is_read_is_too_short(
     folder: Path, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
     name, _ = written(folder, 8 * PAGE + TRAILER)
-    evict(name)
-    read = local._read_cached
+    read = os.preadv
 
     def cut_first(*arguments: Any) -> int:
         os.truncate(name, left)
         done: int = read(*arguments)
         return done
 
-    monkeypatch.setattr(local, "_read_cached", cut_first)
-    monkeypatch.setattr(local, "_uncertain", set())
+    monkeypatch.setattr(os, "preadv", cut_first)
     assert read_into(name, buffers(8 * PAGE, 0)) == left
 
 
@@ -118,6 +127,59 @@ def test_no_file_stays_open(folder: Path) -> None:
         evict(name)
         read_into(name, buffers(PAGE, 0))
         read_into(name, buffers(nbytes - TRAILER, 0))
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_read_leaves_the_time_of_access_alone(folder: Path) -> None:
+    name, data = written(folder, PAGE + TRAILER)
+    os.utime(name, (0, 1))  # older than its change, so that a usual read would set it
+    assert read_into(name, buffers(PAGE, 0)) == len(data)
+    assert read(name, 2 * PAGE) == data
+    assert os.stat(name).st_atime == 0
+
+
+def test_a_file_of_another_owner_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, data = written(folder, PAGE + TRAILER)
+    usual = os.open
+
+    def refuse(name: str, flags: int) -> int:
+        if flags & os.O_NOATIME:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        return usual(name, flags)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert read(name, 2 * PAGE) == data
+    assert read_into(name, buffers(PAGE, 0)) == len(data)
+
+
+# ---- the folder of temporary names
+
+
+def test_what_is_made_is_spread_where_the_filesystem_can(tmp_path: Path) -> None:
+    kind = subprocess.check_output(["stat", "-f", "-c", "%T", tmp_path], text=True)
+    if not kind.startswith("ext"):
+        pytest.skip(f"tmp_path is no ext4 but {kind}")
+    probe(str(tmp_path))
+    flags = array("i", [0])
+    descriptor = os.open(tmp_path / TEMPORARY, os.O_RDONLY)
+    fcntl.ioctl(descriptor, 0x80086601, flags)
+    os.close(descriptor)
+    assert flags[0] & 0x20000  # what `lsattr` shows as T
+
+
+def test_a_filesystem_that_cannot_spread_serves_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> int:
+        raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
+
+    monkeypatch.setattr(fcntl, "ioctl", refuse)
+    before = os.listdir("/proc/self/fd")
+    probe(str(tmp_path))
+    create(str(tmp_path), "a/zarr.json", b"data")
+    assert nothing_temporary(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import unhurried
 
-from kvstore.arrays import Proof
+from kvstore.arrays import Proof, make_proof
 from kvstore.blocks import Stored
 from kvstore.codecs import CODECS
 from kvstore.memory import Memory, _Proofs, _Table
 
-proofs = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from(CODECS))
+proofs = st.builds(make_proof, st.integers(0, 2**32 - 1), st.sampled_from(CODECS))
 hashes = st.integers(-(2**63), 2**63 - 1)
 
 
@@ -46,8 +46,8 @@ def test_what_was_never_put_is_not_there(hashed: int) -> None:
     table = _Proofs()
     assert table.get(hashed) is None
     table.drop(hashed)
-    table.put(hashed, (0, "none"))
-    assert table.get(hashed) == (None if hashed == 0 else (0, "none"))
+    table.put(hashed, make_proof(0, "none"))
+    assert table.get(hashed) == (None if hashed == 0 else make_proof(0, "none"))
     table.drop(hashed)
     assert table.get(hashed) is None
 
@@ -113,11 +113,11 @@ def test_a_known_block_costs_at_most_100_bytes(
     before, _ = tracemalloc.get_traced_memory()
     memory = Memory()
     for n in range(count):
-        memory.remember(n.to_bytes(36), (n % 2**32, "none"))
+        memory.remember(n.to_bytes(36), make_proof(n % 2**32, "none"))
     after, _ = tracemalloc.get_traced_memory()
     assert (after - before) / count <= 100
     remembered = sum(
-        memory.recall(n.to_bytes(36)) == (n, "none") for n in range(0, count, 97)
+        memory.recall(n.to_bytes(36)) == make_proof(n, "none") for n in range(0, count, 97)
     )
     assert remembered >= 0.9 * len(range(0, count, 97))
 
@@ -129,7 +129,7 @@ def test_damage_is_believed_for_a_while_and_known_for_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory = Memory()
-    memory.remember(key(1), (7, "none"))
+    memory.remember(key(1), make_proof(7, "none"))
     memory.note_damage(key(1))
     assert memory.was_damaged_lately(key(1))
     assert memory.is_damaged(key(1))
@@ -159,12 +159,12 @@ def test_a_load_and_an_absence_end_damage() -> None:
 
 def test_an_absence_ends_a_proof_and_so_does_a_repair() -> None:
     memory = Memory()
-    memory.remember(key(1), (1, "zstd"))
+    memory.remember(key(1), make_proof(1, "zstd"))
     memory.note_stored(key(1), Stored.KEPT)
-    assert memory.recall(key(1)) == (1, "zstd")
+    assert memory.recall(key(1)) == make_proof(1, "zstd")
     memory.note_stored(key(1), Stored.REPAIRED)
     assert memory.recall(key(1)) is None
-    memory.remember(key(1), (1, "zstd"))
+    memory.remember(key(1), make_proof(1, "zstd"))
     memory.forget(key(1))
     assert memory.recall(key(1)) is None
 
@@ -195,13 +195,26 @@ def test_counts_are_of_what_happened() -> None:
     assert memory.counts() == {"stored": 1, "repaired": 2, "loaded": 1, "damaged": 2}
 
 
+def test_many_keys_may_be_noted_at_once() -> None:
+    """As if each had been noted alone; a key that was not well stays damaged."""
+    memory = Memory()
+    for n in (1, 2, 3, 4):
+        memory.note_damage(key(n))
+    words = ["loaded", "stored", "repaired", "failed", "repaired", "kept", "absent"]
+    words.append("damaged")  # which is noted by itself, since it is also told
+    memory.note_many([key(n) for n in range(1, 9)], words)
+    assert [n for n in range(1, 8) if memory.is_damaged(key(n))] == [4]
+    # The fifth was found damaged by the store that repaired it.
+    assert memory.counts() == {"stored": 1, "repaired": 2, "loaded": 1, "damaged": 5}
+
+
 def test_threads_may_all_use_it() -> None:
     memory = Memory()
 
     def use(first: int) -> None:
         for n in range(first, first + 2000):
-            memory.remember(key(n), (n, "blosc"))
-            assert memory.recall(key(n)) == (n, "blosc")
+            memory.remember(key(n), make_proof(n, "blosc"))
+            assert memory.recall(key(n)) == make_proof(n, "blosc")
             memory.note_loaded(key(n))
 
     threads = [threading.Thread(target=use, args=(n * 10_000,)) for n in range(4)]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from work import DONE, NAME, PATIENCE, Work, answer, key, threads_alive, until
+from work import DONE, NAME, PATIENCE, End, Work, end, key, threads_alive, until
 
 from kvstore.mover import (
     FAILED,
@@ -17,7 +17,6 @@ from kvstore.mover import (
     MAX_PROBLEM,
     MAX_PROBLEMS,
     READY,
-    Answer,
     Hint,
     Mover,
     Operation,
@@ -77,7 +76,7 @@ def serving(perform: Perform, *, threads: int = 1, lookups: int = 1) -> Iterator
     """A mover that has said that it is ready."""
     engine = Engine(perform, threads=threads, lookups=lookups)
     try:
-        assert engine.reply() == Reply(READY, (), {})
+        assert engine.reply() == Reply(READY, (), (), {})
         yield engine
     finally:
         if isinstance(perform, Work):
@@ -85,10 +84,8 @@ def serving(perform: Perform, *, threads: int = 1, lookups: int = 1) -> Iterator
         engine.close()
 
 
-def odd(
-    operation: Operation, key: bytes, slot: int, hint: Hint
-) -> tuple[Answer, str | None]:
-    return answer(key[-1] % 2 == 1)
+def odd(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
+    return end(key[-1] % 2 == 1)
 
 
 def test_a_part_is_answered_once_key_by_key() -> None:
@@ -99,21 +96,20 @@ def test_a_part_is_answered_once_key_by_key() -> None:
         assert engine.reply() is None
     assert reply is not None
     assert reply.number == 5
-    assert reply.answers == [DONE, (FAILED, None), DONE]
+    assert reply.words == [DONE, FAILED, DONE]
+    assert reply.proofs == [None] * 3
     assert reply.problems == {1: "it was told to"}
 
 
 def test_problems_are_told_of_the_first_few_and_cut() -> None:
-    def perform(
-        operation: Operation, key: bytes, slot: int, hint: Hint
-    ) -> tuple[Answer, str | None]:
-        return (FAILED, None), "\U0001f4a5" * 100_000
+    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
+        return FAILED, None, "\U0001f4a5" * 100_000
 
     with serving(perform) as engine:
         engine.send(1, *range(512))
         reply = engine.reply()
     assert reply is not None
-    assert reply.answers == [(FAILED, None)] * 512
+    assert reply.words == [FAILED] * 512
     assert reply.problems == dict.fromkeys(range(MAX_PROBLEMS), "💥" * MAX_PROBLEM)
 
 
@@ -122,17 +118,15 @@ def test_lookups_of_a_part_run_in_one_go_or_spread(lookups: int, at_once: int) -
     seen: list[tuple[str, bytes]] = []
     together = threading.Barrier(at_once)
 
-    def perform(
-        operation: Operation, key: bytes, slot: int, hint: Hint
-    ) -> tuple[Answer, str | None]:
+    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
         assert slot == -1
         seen.append((threading.current_thread().name, key))
         together.wait(PATIENCE)
-        return DONE, None
+        return DONE, None, None
 
     with serving(perform, lookups=lookups) as engine:
         engine.send(1, *range(6), operation="lookup")
-        assert engine.reply() == Reply(1, [DONE] * 6, {})
+        assert engine.reply() == Reply(1, [DONE] * 6, [None] * 6, {})
     assert len({name for name, _ in seen}) == at_once
     if lookups == 1:
         assert [k for _, k in seen] == [key(n) for n in range(6)]
@@ -142,9 +136,9 @@ def test_keys_that_come_too_late_are_not_run() -> None:
     work = Work()
     with serving(work) as engine:
         engine.send(1, 1, 2, seconds=0)
-        assert engine.reply() == Reply(1, [(FAILED, None)] * 2, {0: LATE, 1: LATE})
+        assert engine.reply() == Reply(1, [FAILED] * 2, [None] * 2, {0: LATE, 1: LATE})
         engine.send(2, 3, 4, operation="lookup", seconds=0)
-        assert engine.reply() == Reply(2, [(FAILED, None)] * 2, {0: LATE, 1: LATE})
+        assert engine.reply() == Reply(2, [FAILED] * 2, [None] * 2, {0: LATE, 1: LATE})
     assert work.calls == []
 
 
@@ -158,13 +152,13 @@ def test_at_the_end_what_waits_is_given_up_and_what_runs_is_waited_for(how: str)
     work.wait_for(1)
     if how == "finish":
         engine.finish()
-        assert engine.reply() == Reply(2, [(FAILED, None)], {0: LATE})
+        assert engine.reply() == Reply(2, [FAILED], [None], {0: LATE})
     else:
         engine.channel.close()
     assert engine.reader.is_alive()
     work.gate.set()
     if how == "finish":
-        assert engine.reply() == Reply(1, [DONE, (FAILED, None)], {1: LATE})
+        assert engine.reply() == Reply(1, [DONE, FAILED], [None, None], {1: LATE})
         assert engine.reply() is None
         assert work.keys == [key(1)]
     engine.close()

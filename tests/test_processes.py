@@ -18,11 +18,12 @@ import pytest
 from work import PATIENCE, descriptors, ended, movers_of, until
 
 from kvstore import BlockStore, InvalidInputError, Layout
+from kvstore.arrays import split_proof
 from kvstore.jobs import DIED, Job, JobRunner, Outcome
-from kvstore.processes import ProcessMover, Task
+from kvstore.processes import ProcessMover, Task, launch
 from kvstore.region import Region
 from kvstore.testing import sample_config
-from kvstore.transfer import ABSENT, DAMAGED, FOUND, LOADED, Rows
+from kvstore.transfer import ABSENT, DAMAGED, FOUND, LOADED, Rows, learn
 
 OURS = os.getpid()
 
@@ -89,7 +90,7 @@ def job(job_id: int, operation: Any, *numbers: int) -> Job:
 
 
 def words(outcome: Outcome) -> set[str]:
-    return {word for word, _ in outcome.answers}
+    return set(outcome.words)
 
 
 def done(runner: JobRunner, job: Job) -> Outcome:
@@ -122,7 +123,9 @@ def test_blocks_go_through_processes_bit_exact(
         assert words(done(runner, job(3, "store", *range(4)))) == {"kept"}
         found = done(runner, job(4, "lookup", *range(4)))
         assert words(found) == {FOUND}
-        proofs = tuple(proof for _, proof in found.answers)
+        assert set(found.proofs) == {None}  # the load proves
+        proofs = tuple(store.blocks.prove(key(n)) for n in range(4))
+        assert None not in proofs
         for hints in ((), proofs):
             rows[4:] = 0
             load = Job(5, "load", tuple(map(key, range(4))), (7, 6, 5, 4), hints)
@@ -142,8 +145,11 @@ def test_a_process_writes_with_the_stores_codec(
     rows = shared(2, 64 << 10)
     rows[:] = np.arange(64 << 10) % 7
     with running(store_of(tmp_path, 64 << 10, codec=codec), rows) as runner:
-        [(word, proof)] = done(runner, job(1, "store", 1)).answers
-        assert (word, proof and proof[1]) == ("stored", codec)
+        stored = done(runner, job(1, "store", 1))
+        [proof] = stored.proofs
+        assert words(stored) == {"stored"}
+        assert proof is not None
+        assert split_proof(proof)[1] == codec
         rows[1] = 0
         assert words(done(runner, job(2, "load", 1))) == {LOADED}
     assert (rows[0] == rows[1]).all()
@@ -159,8 +165,11 @@ def test_damage_is_an_answer_with_words(
         [chunk] = tmp_path.rglob(f"{key(1).hex()}/c.0")
         chunk.write_bytes(bytes(range(256)) * 16 + b"1234")
         outcome = done(runner, job(2, "load", 0, 1))
-        assert [word for word, _ in outcome.answers] == [LOADED, DAMAGED]
+        assert outcome.words == [LOADED, DAMAGED]
         assert "crc32c" in outcome.problems[1]
+        learn(store, outcome.job.keys, outcome.words, outcome.proofs, outcome.problems)
+        assert store.memory.is_damaged(key(1))
+        assert (store.counts()["loaded"], store.counts()["damaged"]) == (1, 1)
         repair = Job(3, "store", (key(1),), (1,), (True,))
         assert words(done(runner, repair)) == {"repaired"}
         assert words(done(runner, job(4, "load", 1))) == {LOADED}
@@ -275,7 +284,7 @@ def test_shutdown_kills_what_hangs_and_reports_its_jobs(
     assert movers_of(OURS) == []
     [outcome] = runner.finished()
     assert words(outcome) <= {"failed", LOADED}
-    assert outcome.answers[0] == ("failed", None)
+    assert outcome.words[0] == "failed"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -415,6 +424,37 @@ def test_a_task_that_cannot_be_handed_over_is_refused_with_its_remedy(
         os.close(region.descriptor)
     assert str(caught.value).startswith("processes: expected storage_options that")
     assert str(caught.value).endswith(REMEDY)
+
+
+# ---- processes or threads
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize(
+    ("processes", "mapped", "movers", "line"),
+    [
+        (2, True, 2, "2 processes transfer blocks, 3 at once in each"),
+        (0, True, 1, "5 threads of the engine transfer blocks"),
+        (2, False, 1, "5 threads of the engine transfer blocks"),
+    ],
+)
+def test_the_log_says_what_transfers(
+    tmp_path: Path,
+    shared: Callable[[int, int], Rows],
+    caplog: pytest.LogCaptureFixture,
+    processes: int,
+    mapped: bool,
+    movers: int,
+    line: str,
+) -> None:
+    rows = shared(1, 4096) if mapped else np.zeros((1, 4096), np.uint8)
+    blocks = {0: store_of(tmp_path, 4096).blocks}
+    caplog.set_level("INFO", "kvstore.processes")
+    made = launch(blocks, rows, processes=processes, threads=5, lookups=1, name="test")
+    for mover in made:
+        mover.close()
+    assert len(made) == movers
+    assert [r.getMessage() for r in caplog.records if "transfer" in r.msg] == [line]
 
 
 # ---- what is left

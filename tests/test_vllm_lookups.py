@@ -1,6 +1,6 @@
 """Verdicts of lookups: what a request was told stays true for it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import settings
@@ -15,12 +15,18 @@ from hypothesis.stateful import (
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kvstore.arrays import Proof
+from kvstore.arrays import Proof, make_proof
 from kvstore.vllm.lookups import Lookups
 
 A, B = b"a", b"b"
-PROOF: Proof = (7, "none")
-OTHER: Proof = (8, "zstd")
+PROOF = make_proof(7, "none")
+OTHER = make_proof(8, "zstd")
+
+
+def tell(lookups: Lookups, keys: Sequence[bytes], proofs: Sequence[Proof | None]) -> None:
+    """A key without a proof is not there."""
+    for key, proof in zip(keys, proofs, strict=True):
+        lookups.tell(key, proof is not None, proof)
 
 
 @pytest.fixture
@@ -30,7 +36,7 @@ def lookups() -> Iterator[Lookups]:
     yield lookups
     for request in list(lookups._requests):
         lookups.forget(request)
-    lookups.tell(in_flight := list(lookups._verdicts), [None] * len(in_flight))
+    tell(lookups, in_flight := list(lookups._verdicts), [None] * len(in_flight))
     assert not lookups._verdicts
     assert not lookups._holders
     assert not lookups._requests
@@ -43,7 +49,7 @@ def test_a_key_is_sent_for_once_and_told_to_all(lookups: Lookups) -> None:
     assert lookups.take_new() == [A, B]
     assert lookups.take_new() == []
     assert lookups.ask(A, "r") is None
-    lookups.tell([A, B], [PROOF, None])
+    tell(lookups, [A, B], [PROOF, None])
     for request in ("r", "s", "later"):
         assert lookups.ask(A, request) is True
         assert lookups.ask(B, request) is False
@@ -57,11 +63,24 @@ def test_a_verdict_holds_while_a_request_lives(lookups: Lookups) -> None:
     lookups.ask(A, "r")
     lookups.ask(B, "r")
     lookups.take_new()
-    lookups.tell([A, B], [PROOF, None])
-    lookups.tell([A, B], [None, PROOF])
-    lookups.tell([A, B], [OTHER, OTHER])
+    tell(lookups, [A, B], [PROOF, None])
+    tell(lookups, [A, B], [None, PROOF])
+    tell(lookups, [A, B], [OTHER, OTHER])
     assert (lookups.ask(A, "r"), lookups.ask(B, "r")) == (True, False)
     assert lookups.proof(A) == PROOF
+
+
+def test_a_hit_may_come_without_a_proof(lookups: Lookups) -> None:
+    """From a folder, where the load proves the block."""
+    lookups.ask(A, "r")
+    lookups.take_new()
+    lookups.tell(A, there=True, proof=None)
+    assert lookups.ask(A, "r") is True
+    assert lookups.proof(A) is None
+    lookups.tell(A, there=True, proof=PROOF)  # it has been told
+    assert lookups.proof(A) is None
+    lookups.mark_miss([A])
+    assert lookups.ask(A, "r") is False
 
 
 def test_what_is_told_while_a_lookup_is_under_way_stays(lookups: Lookups) -> None:
@@ -69,23 +88,23 @@ def test_what_is_told_while_a_lookup_is_under_way_stays(lookups: Lookups) -> Non
     lookups.ask(A, "r")
     lookups.ask(B, "r")
     assert lookups.take_new() == [A, B]
-    lookups.tell([A, B], [PROOF, None])
+    tell(lookups, [A, B], [PROOF, None])
     assert (lookups.ask(A, "r"), lookups.ask(B, "r")) == (True, False)
-    lookups.tell([A, B], [None, PROOF])  # the answer
+    tell(lookups, [A, B], [None, PROOF])  # the answer
     assert (lookups.ask(A, "r"), lookups.ask(B, "r")) == (True, False)
 
 
 def test_what_is_told_at_once_is_not_sent_for(lookups: Lookups) -> None:
     lookups.ask(A, "r")
     lookups.ask(B, "r")
-    lookups.tell([A], [PROOF])
+    tell(lookups, [A], [PROOF])
     assert lookups.take_new() == [B]
 
 
 def test_a_failed_load_makes_a_hit_a_miss(lookups: Lookups) -> None:
     lookups.ask(A, "r")
     lookups.take_new()
-    lookups.tell([A], [PROOF])
+    tell(lookups, [A], [PROOF])
     lookups.mark_miss([A, B])
     assert lookups.ask(A, "r") is False
     assert lookups.proof(A) is None
@@ -97,7 +116,7 @@ def test_a_failed_load_leaves_a_lookup_that_is_under_way(lookups: Lookups) -> No
     lookups.take_new()
     lookups.mark_miss([A])
     assert lookups.ask(A, "r") is None
-    lookups.tell([A], [PROOF])
+    tell(lookups, [A], [PROOF])
     assert lookups.ask(A, "r") is True
 
 
@@ -105,7 +124,7 @@ def test_a_key_is_asked_anew_when_its_last_request_is_finished(lookups: Lookups)
     for request in ("r", "s"):
         lookups.ask(A, request)
     lookups.take_new()
-    lookups.tell([A], [None])
+    tell(lookups, [A], [None])
     lookups.forget("r")
     assert lookups.ask(A, "t") is False
     lookups.forget("s")
@@ -122,19 +141,19 @@ def test_a_request_that_finishes_while_its_lookup_is_under_way(lookups: Lookups)
     lookups.forget("r")
     assert lookups.ask(A, "s") is None
     assert lookups.take_new() == []  # the one that is under way will do
-    lookups.tell([A], [PROOF])
+    tell(lookups, [A], [PROOF])
     assert lookups.ask(A, "s") is True
     lookups.ask(B, "t")
     lookups.take_new()
     lookups.forget("t")
-    lookups.tell([B], [PROOF])
+    tell(lookups, [B], [PROOF])
     assert lookups.ask(B, "s") is None  # nobody had waited, so nothing was kept
     assert lookups.take_new() == [B]
 
 
 def test_a_request_that_is_told_and_finishes_within_a_step(lookups: Lookups) -> None:
     lookups.ask(A, "r")
-    lookups.tell([A], [PROOF])
+    tell(lookups, [A], [PROOF])
     lookups.forget("r")
     assert lookups.take_new() == []
 
@@ -144,7 +163,7 @@ def test_a_request_that_comes_again_within_a_step_is_sent_for_once(
 ) -> None:
     for _ in range(3):
         lookups.ask(A, "r")
-        lookups.tell([A], [PROOF])
+        tell(lookups, [A], [PROOF])
         lookups.forget("r")
     lookups.ask(A, "r")
     assert lookups.take_new() == [A]
@@ -162,6 +181,7 @@ class Model(RuleBasedStateMachine):
         self.told: dict[tuple[str, bytes], bool] = {}
         self.asked: set[tuple[str, bytes]] = set()
         self.flights: list[list[bytes]] = []
+        self.awaited: set[bytes] = set()
         self.marked: set[bytes] = set()
 
     @rule(key=keys, request=requests)
@@ -179,7 +199,8 @@ class Model(RuleBasedStateMachine):
     def send(self) -> None:
         keys = self.lookups.take_new()
         assert len(keys) == len(set(keys))
-        assert not any(key in flight for key in keys for flight in self.flights[-1:])
+        assert self.awaited.isdisjoint(keys)
+        self.awaited.update(keys)
         if keys:
             self.flights.append(keys)
 
@@ -188,13 +209,15 @@ class Model(RuleBasedStateMachine):
     def answer(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.flights) - 1))
         keys = self.flights.pop(index)
+        self.awaited.difference_update(keys)
         there = data.draw(st.lists(st.booleans(), min_size=len(keys), max_size=len(keys)))
-        self.lookups.tell(keys, [PROOF if is_there else None for is_there in there])
+        tell(self.lookups, keys, [PROOF if is_there else None for is_there in there])
 
     @rule(key=keys, there=st.booleans())
     def remember(self, key: bytes, there: bool) -> None:
         if any(asked == key for _, asked in self.asked):
-            self.lookups.tell([key], [OTHER if there else None])
+            self.awaited.discard(key)
+            tell(self.lookups, [key], [OTHER if there else None])
 
     @rule(key=keys)
     def fail_to_load(self, key: bytes) -> None:
@@ -221,7 +244,7 @@ class Model(RuleBasedStateMachine):
             self.lookups.ask(key, request)
         self.send()
         for flight in self.flights:
-            self.lookups.tell(flight, [None] * len(flight))
+            tell(self.lookups, flight, [None] * len(flight))
         for request, key in self.asked:
             assert self.lookups.ask(key, request) is not None
 

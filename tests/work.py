@@ -8,15 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.arrays import Proof
 from kvstore.jobs import Job, JobRunner, Outcome
-from kvstore.mover import FAILED, Answer, Hint, Operation, Perform
+from kvstore.mover import FAILED, Hint, Operation, Perform
 from kvstore.processes import ThreadMover
 
 PATIENCE = 20.0
 """Seconds after which a test gives up; no test that passes waits so long."""
 
 NAME = "test-mover"
-DONE: Answer = ("done", None)
+DONE = "done"
+
+End = tuple[str, Proof | None, str | None]
+"""How a key ended; see `mover.Perform`."""
 
 
 def key(number: int) -> bytes:
@@ -28,15 +32,15 @@ def job(job_id: int, *numbers: int, operation: Operation = "load") -> Job:
     return Job(job_id, operation, tuple(map(key, numbers)), tuple(n * 10 for n in numbers))
 
 
-def answer(succeeds: bool) -> tuple[Answer, str | None]:
-    return (DONE, None) if succeeds else ((FAILED, None), "it was told to")
+def end(succeeds: bool) -> End:
+    return (DONE, None, None) if succeeds else (FAILED, None, "it was told to")
 
 
 def succeeded(outcome: Outcome) -> tuple[bytes, ...]:
     """The keys of a job that ended well."""
-    assert len(outcome.answers) == len(outcome.job.keys)
-    ended = zip(outcome.job.keys, outcome.answers, strict=True)
-    return tuple(key for key, (word, _) in ended if word != FAILED)
+    assert len(outcome.proofs) == len(outcome.job.keys)
+    ended = zip(outcome.job.keys, outcome.words, strict=True)
+    return tuple(key for key, word in ended if word != FAILED)
 
 
 @dataclass
@@ -56,15 +60,13 @@ class Work:
     calls: list[tuple[Operation, bytes, int]] = field(default_factory=list)
     failing: frozenset[bytes] = frozenset()
 
-    def __call__(
-        self, operation: Operation, key: bytes, slot: int, hint: Hint
-    ) -> tuple[Answer, str | None]:
+    def __call__(self, operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
         if operation == "lookup":
-            return DONE, None
+            return DONE, None, None
         self.calls.append((operation, key, slot))
         self.started.release()
         assert self.gate.wait(PATIENCE)
-        return answer(key not in self.failing)
+        return end(key not in self.failing)
 
     @property
     def keys(self) -> list[bytes]:

@@ -71,6 +71,7 @@ class Lookups:
         for key in keys:
             if self._verdicts.get(key) is not None:
                 self._verdicts[key] = False
+                self._proofs.pop(key, None)
 
     def forget(self, request: str) -> None:
         """The request is finished. What nobody else holds is asked anew the next time."""
