@@ -112,7 +112,10 @@ def bucket(settings: Settings, results: Results) -> Iterator[Bucket | None]:
         try:
             with seaweedfs(folder) as server:
                 started = frozenset(set(descendants()) - before)
-                results.note("S3 is SeaweedFS on the same cores as the tiers, with its data in memory.")
+                where = "in memory" if settings.memory else "on the disk"
+                results.note(
+                    f"S3 is SeaweedFS on the same cores as the tiers, its data {where}."
+                )
                 yield _bucket("S3", server, results, started)
         except ServerUnavailable as reason:
             results.note(f"S3 is left out: {reason}")
