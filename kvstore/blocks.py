@@ -100,31 +100,31 @@ class Blocks:
         proof = self.prove(key)
         return proof is not None, proof
 
-    def load(self, key: bytes, payload: memoryview, proof: Proof | None) -> bool:
-        """Fill `payload` with the block, proved; False if it is absent.
+    def load(self, key: bytes, payload: memoryview, proof: Proof | None) -> Proof | None:
+        """Fill `payload` with the block, proved.
 
         Args:
             key: the engine's key.
             payload: `nbytes` writable bytes.
-            proof: what `prove` told of this key, if it was asked.
+            proof: what `look` told of this key, if it did.
+
+        Returns:
+            The proof that held; None if the block is absent.
 
         Raises:
             DamagedBlockError: the block is there but did not hold its proof.
             StorageError: storage failed.
         """
-        if proof is not None:
-            try:
-                self._read_payload(key, payload, proof)
-            except DamagedBlockError:
-                # Another engine may have replaced or removed the block meanwhile.
-                pass
-            else:
-                return True
-        proof = self.prove(key)
-        if proof is None:
-            return False
-        self._read_payload(key, payload, proof)
-        return True
+        if proof is None and (proof := self.prove(key)) is None:
+            return None
+        try:
+            self._read_payload(key, payload, proof)
+        except DamagedBlockError:
+            # Another engine may have replaced or removed the block meanwhile.
+            if (proof := self.prove(key)) is None:
+                return None
+            self._read_payload(key, payload, proof)
+        return proof
 
     def store(
         self, key: bytes, payload: memoryview, *, suspect: bool

@@ -173,7 +173,8 @@ class BlockStore:
         """
         try:
             with writable(buffer, self.layout.nbytes) as payload:
-                if not self.blocks.load(key, payload, self.memory.recall(key)):
+                proof = self.blocks.load(key, payload, self.memory.recall(key))
+                if proof is None:
                     raise _Absent  # leaves a device's tensor as it is
         except DamagedBlockError as error:
             self.note_damage(key, str(error))
@@ -181,6 +182,7 @@ class BlockStore:
         except _Absent:
             self.memory.forget(key)
             return False
+        self.memory.remember(key, proof)
         self.memory.note_loaded(key)
         return True
 

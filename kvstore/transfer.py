@@ -60,8 +60,8 @@ class Transfer:
             if operation == "store":
                 stored, proof = blocks.store(key, row, suspect=hint is True)
                 return stored.value, proof, None
-            there = blocks.load(key, row, hint)
-            return LOADED if there else ABSENT, None, None
+            proof = blocks.load(key, row, hint)
+            return ABSENT if proof is None else LOADED, proof, None
         except DamagedBlockError as error:
             return DAMAGED, None, str(error)
         except KVStoreError as error:
