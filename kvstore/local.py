@@ -10,6 +10,7 @@ All goes through the page cache, so that an engine that restarts reads at memory
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -25,7 +26,10 @@ from collections.abc import Iterable, Sequence
 logger = logging.getLogger(__name__)
 
 TEMPORARY = ".kvstore-tmp"
-"""The folder of temporary names below a local root."""
+"""Below a local root: a folder for each process, and in that the temporary names."""
+
+NAMES = 1024
+"""Temporary names in one folder, before its process begins another."""
 
 PAGE = 4096
 """Bytes of a first read: more than a block's document has."""
@@ -108,7 +112,7 @@ def create(root: str, path: str, data: bytes) -> None:
     target = f"{root}/{path}"
     if os.path.exists(target):
         return
-    scratch = _scratch(root, folder=True)
+    scratch = _scratch(root)
     folder, _, name = target.rpartition("/")
     ours = f"{scratch}/{name}"
     try:
@@ -154,7 +158,7 @@ def publish(
     Raises:
         FileNotFoundError: the folder that should hold it does not exist.
     """
-    scratch = _scratch(root, folder=True)
+    scratch = _scratch(root)
     aside = f"{scratch}-aside"
     target = f"{root}/{path}"
     try:
@@ -192,9 +196,9 @@ def _place(scratch: str, target: str, aside: str, *, mark: str) -> tuple[bool, b
 
 def discard(root: str, path: str) -> None:
     """Take a folder away in one step, if it is there; then remove it at leisure."""
-    aside = _scratch(root, folder=False)
-    if _set_aside(f"{root}/{path}", aside):
-        _remove(aside)
+    scratch = _scratch(root)
+    _set_aside(f"{root}/{path}", f"{scratch}/aside")
+    _remove(scratch)
 
 
 def _set_aside(target: str, aside: str) -> bool:
@@ -216,30 +220,57 @@ def _remove(aside: str) -> None:
 def probe(root: str) -> None:
     """Make the root if it is not there, and prove that it can be written."""
     os.makedirs(root, exist_ok=True)
-    scratch = _scratch(root, folder=False)
-    write(scratch, (b"kvstore",))
-    os.unlink(scratch)
+    scratch = _scratch(root)
+    write(f"{scratch}/probe", (b"kvstore",))
+    os.unlink(f"{scratch}/probe")
+    os.rmdir(scratch)
 
 
-def _scratch(root: str, *, folder: bool) -> str:
-    """A fresh temporary name, made as a folder if asked."""
-    parent = f"{root}/{TEMPORARY}"
-    scratch = f"{parent}/{_process_name()}-{next(_numbers):x}"
-    try:
-        if folder:
+def _scratch(root: str) -> str:
+    """A fresh folder with a temporary name."""
+    number = next(_numbers)
+    parent = f"{root}/{TEMPORARY}/{_process_name()}-{number // NAMES:x}"
+    scratch = f"{parent}/{number:x}"
+    while True:
+        try:
             os.mkdir(scratch)
+        except FileNotFoundError:
+            # The first name, or somebody tidied up. If the root is gone this raises.
+            _make_parent(parent)
+        else:
             return scratch
-    except FileNotFoundError:
-        pass
-    with contextlib.suppress(FileExistsError):
+
+
+def _make_parent(parent: str) -> None:
+    """Begin a folder of temporary names, in the place of this process's last one."""
+    top = parent.rpartition("/")[0]
+    try:
         os.mkdir(parent)
-        _spread(parent)
-    if folder:
-        os.mkdir(scratch)
-    return scratch
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(top)
+            _spread(top)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(parent)
+    _remove_parents(
+        other for other in _parents - {parent} if other.rpartition("/")[0] == top
+    )
+    _parents.add(parent)
+
+
+def _remove_parents(parents: Iterable[str]) -> None:
+    """Those that are empty: another thread may still be in one."""
+    for parent in parents:
+        with contextlib.suppress(OSError):
+            os.rmdir(parent)
+            _parents.discard(parent)
 
 
 _numbers = itertools.count()
+_parents: set[str] = set()
+"""Folders of temporary names that this process has made: about one for each root."""
 
 
 @functools.cache
@@ -249,14 +280,18 @@ def _process_name() -> str:
 
 
 os.register_at_fork(after_in_child=_process_name.cache_clear)
+os.register_at_fork(after_in_child=_parents.clear)
+atexit.register(lambda: _remove_parents(list(_parents)))
 
 
 def _spread(folder: str) -> None:
-    """Ask the filesystem to keep what is made in a folder far apart, where it knows how.
+    """Ask the filesystem to keep the folders in a folder far apart, where it knows how.
 
     ext4 gives no inode again for a minute or more after its file was deleted, but passes
     over it at every new file of the same group: beside an eviction, publishing becomes
-    several times slower. `chattr +T` lets each new folder begin in a group of its own.
+    several times slower. `chattr +T` lets each folder of temporary names begin in a group
+    of its own, which the next `NAMES` blocks then share: a group of its own for each block
+    would read the maps of them all.
     """
     flags = array("i", [0])
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)

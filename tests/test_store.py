@@ -211,7 +211,7 @@ class TestLocal:
             check=True,
         )
         assert f"[Errno {errno.EFBIG}]" in done.stdout
-        assert not list((tmp_path / ".kvstore-tmp").iterdir())
+        assert not list((tmp_path / ".kvstore-tmp").glob("*/*"))
 
     @pytest.mark.parametrize("stray", ["a stray file", "a file in its place"])
     def test_what_was_never_committed_makes_room(self, tmp_path: Path, stray: str) -> None:
@@ -227,7 +227,7 @@ class TestLocal:
         assert not store.contains(KEY)
         assert store.store(KEY, block)
         assert Root(str(tmp_path)).open().load(KEY, bytearray(block.nbytes))
-        assert not list((tmp_path / ".kvstore-tmp").iterdir())
+        assert not list((tmp_path / ".kvstore-tmp").glob("*/*"))
 
     def test_failed_repair_leaves_what_was_there(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -275,7 +275,7 @@ class TestLocal:
         monkeypatch.setattr(os, "rename", overtaken)
         store.store(KEY, block)
         assert store.load(KEY, bytearray(block.nbytes))
-        assert not list((tmp_path / ".kvstore-tmp").iterdir())
+        assert not list((tmp_path / ".kvstore-tmp").glob("*/*"))
 
     def test_io_error_deletes_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -502,4 +502,4 @@ def test_concurrent_processes_write_one_key(tmp_path: Path) -> None:
         loaded = np.zeros_like(block)
         assert store.load(n.to_bytes(36, "big"), loaded)
         assert (loaded == block).all()
-    assert not list((tmp_path / ".kvstore-tmp").iterdir())
+    assert not list((tmp_path / ".kvstore-tmp").glob("*/*"))
