@@ -5,7 +5,9 @@ import fcntl
 import itertools
 import mmap
 import os
+import shutil
 import subprocess
+import sys
 import threading
 import uuid
 from array import array
@@ -181,6 +183,37 @@ def test_a_filesystem_that_cannot_spread_serves_as_well(
     create(str(tmp_path), "a/zarr.json", b"data")
     assert nothing_temporary(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_process_begins_another_folder_and_removes_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.local.NAMES", 3)
+    seen = set()
+    for number in range(9):
+        create(str(tmp_path), f"{number}/zarr.json", b"data")
+        [folder] = (tmp_path / TEMPORARY).iterdir()
+        seen.add(folder.name)
+    assert len(seen) in (3, 4)  # the counter is the process's
+    assert nothing_temporary(tmp_path)
+
+
+def test_temporary_folders_that_somebody_removed_are_made_again(tmp_path: Path) -> None:
+    create(str(tmp_path), "a/zarr.json", b"data")
+    for removed in (next((tmp_path / TEMPORARY).iterdir()), tmp_path / TEMPORARY):
+        shutil.rmtree(removed)
+        publish(str(tmp_path), f"a/{removed.name}", [("c", [b"data"])], replace=False)
+        assert (tmp_path / "a" / removed.name / "c").read_bytes() == b"data"
+        shutil.rmtree(tmp_path / TEMPORARY)
+        discard(str(tmp_path), f"a/{removed.name}")
+        assert not (tmp_path / "a" / removed.name).exists()
+
+
+def test_a_process_that_ends_leaves_no_temporary_folder(tmp_path: Path) -> None:
+    code = "import sys; from kvstore.local import create; create(sys.argv[1], 'a/b', b'')"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert (tmp_path / "a/b").exists()
+    assert list((tmp_path / TEMPORARY).iterdir()) == []
 
 
 # ---- create
