@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 PART_KEYS = 512
 """Keys of a part, so that its message stays below `mover.MAX_MESSAGE_BYTES`."""
 
+DEEP = 2
+"""A job stays whole while every mover has so many times its keys to do: each part costs the
+calling thread a message and a reply, and nobody would be done sooner."""
+
 START_SECONDS = 60.0
 
 DIED = "the process that transferred it ended"
@@ -172,6 +176,9 @@ class JobRunner:
     def _deal(self, running: _Running, links: list[Link]) -> None:
         """Give each mover its share: as much more as it has less than the others."""
         count, start = len(running.job.keys), 0
+        idlest = min(links, key=lambda link: link.keys)
+        if idlest.keys >= DEEP * count:
+            links = [idlest]
         # Whoever has more than its share even so comes first, and is not counted again.
         links.sort(key=lambda link: link.keys, reverse=True)
         for position, link in enumerate(links):

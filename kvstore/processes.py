@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from kvstore.blocks import Blocks
 from kvstore.errors import InvalidInputError
 from kvstore.links import Launched
-from kvstore.mover import Mover, Perform
+from kvstore.mover import MAX_MESSAGE_BYTES, Mover, Perform
 from kvstore.region import Region, populate
 from kvstore.transfer import Rows, Transfer
 
@@ -108,7 +108,7 @@ class ThreadMover:
 
     def start(self) -> socket.socket:
         """Start the threads."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = _socket_pair()
         mover = Mover(
             theirs,
             self._perform,
@@ -164,7 +164,7 @@ class ProcessMover:
 
     def start(self) -> socket.socket:
         """Start the process; it takes its parts when it is ready."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = _socket_pair()
         modules = ":".join(folder or os.getcwd() for folder in sys.path)
         numbers = [theirs.fileno(), self._task, os.getpid()]
         with theirs, contextlib.ExitStack() as undo:
@@ -199,6 +199,14 @@ class ProcessMover:
             if descriptor >= 0:
                 os.close(descriptor)
         self._task = self._region = -1
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends that keep messages apart, with room for the longest whatever is set here."""
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in pair:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_MESSAGE_BYTES)
+    return pair
 
 
 def main() -> None:
