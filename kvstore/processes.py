@@ -27,7 +27,7 @@ from kvstore.transfer import Rows, Transfer
 
 logger = logging.getLogger(__name__)
 
-MAX_PROCESSES = 4
+DEFAULT_PROCESSES = 4
 """Processes where nobody says how many; no more than there are cores."""
 
 NICE = 10
@@ -69,7 +69,7 @@ def launch(
     """
     count = processes
     if count is None:
-        count = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+        count = min(DEFAULT_PROCESSES, len(os.sched_getaffinity(0)))
     region = Region.of(rows) if count else None
     threads = -(-threads // (count if region else 1))
     lookups = 1 if lookups == 1 else lookups * threads
