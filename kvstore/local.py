@@ -34,6 +34,9 @@ NAMES = 1024
 PAGE = 4096
 """Bytes of a first read: more than a block's document has."""
 
+RENAMES = 100
+"""How often a block is renamed into place again, while other writers replace it."""
+
 _GET_FLAGS, _SET_FLAGS, _TOP_FOLDER = 0x80086601, 0x40086602, 0x20000
 """`FS_IOC_GETFLAGS`, `FS_IOC_SETFLAGS` and `EXT4_TOPDIR_FL`, of linux/fs.h."""
 
@@ -180,18 +183,22 @@ def _place(scratch: str, target: str, aside: str, *, mark: str) -> tuple[bool, b
     """Rename into place. Returns whether it is there, and whether something that was in
     the way was set aside.
     """
-    try:
-        os.rename(scratch, target)
-    except OSError as error:
-        if error.errno not in _OCCUPIED:
-            raise
+    moved = False
+    for last in (*[False] * RENAMES, True):
+        try:
+            os.rename(scratch, target)
+        except OSError as error:
+            if last or error.errno not in _OCCUPIED:
+                raise
+        else:
+            break
         if os.path.exists(f"{target}/{mark}"):
             shutil.rmtree(scratch, ignore_errors=True)
-            return False, False  # another writer was first
-        _set_aside(target, aside)
-        os.rename(scratch, target)
-        return True, True
-    return True, False
+            return False, moved  # another writer was first
+        # Nobody committed it, so it makes room; or somebody replaces it at this moment.
+        if not os.path.exists(aside):
+            moved = _set_aside(target, aside) or moved
+    return True, moved
 
 
 def discard(root: str, path: str) -> None:
