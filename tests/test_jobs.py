@@ -372,6 +372,7 @@ def test_a_mover_that_has_more_to_do_gets_less(works: list[Work]) -> None:
             return [link.keys for link in runner._links] == [100, 0, 0]
 
         until(only_the_slow_one_has_some)
+        slow.wait_for(1)  # its thread may come to its first key later than the others end
         for work in works:
             work.calls.clear()
         runner.submit(job(2, *range(10)))
