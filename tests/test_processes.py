@@ -328,10 +328,12 @@ time.sleep(600)
 def test_no_process_outlives_an_engine_that_was_killed(
     tmp_path: Path, shared: Callable[[int, int], Rows], fork: bool
 ) -> None:
-    shared(4, 4096)
-    [file] = Path("/dev/shm").glob(f"kvstore-test-{'?' * 32}")
+    region = Region.of(shared(4, 4096))
+    assert region is not None
+    file = os.readlink(f"/proc/self/fd/{region.descriptor}")
+    os.close(region.descriptor)
     path = [*sys.path, str(Path(__file__).parent)]
-    code = _ENGINE.format(path=path, file=str(file), folder=str(tmp_path), fork=fork)
+    code = _ENGINE.format(path=path, file=file, folder=str(tmp_path), fork=fork)
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, process_group=0
     ) as engine:
