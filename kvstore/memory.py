@@ -72,33 +72,26 @@ class Memory:
 
     def note_stored(self, key: bytes, stored: Stored) -> None:
         """A store ended well: the block is there, and healthy."""
-        with self._lock:
-            if stored is not Stored.KEPT:
-                self._counts[stored] += 1
-            if stored is Stored.REPAIRED:
-                self._counts["damaged"] += key not in self._damaged
-                self._proofs.drop(hash(key))
-            self._damaged.pop(key, None)
+        self.note_many((key,), (stored,))
 
     def note_loaded(self, key: bytes) -> None:
         """The block was read and proved, so whatever was damaged is repaired."""
-        with self._lock:
-            self._counts["loaded"] += 1
-            self._damaged.pop(key, None)
+        self.note_many((key,), ("loaded",))
 
     def note_many(self, keys: Sequence[bytes], words: Sequence[str]) -> None:
         """How many keys ended at once: `loaded`, `stored`, `repaired`, or otherwise."""
         with self._lock:
             self._counts.update(words)
             self._counts["damaged"] -= words.count("damaged")  # `note_damage` counts them
-            if Stored.REPAIRED in words:  # damage may have been found by the store itself
-                told = zip(keys, words, strict=True)
-                found = (key for key, word in told if word == Stored.REPAIRED)
-                self._counts["damaged"] += sum(key not in self._damaged for key in found)
-            if self._damaged:
-                for key, word in zip(keys, words, strict=True):
-                    if word in _WELL:
-                        self._damaged.pop(key, None)
+            if not self._damaged and Stored.REPAIRED not in words:
+                return
+            for key, word in zip(keys, words, strict=True):
+                if word == Stored.REPAIRED:
+                    # The damage may have been found by the store itself.
+                    self._counts["damaged"] += key not in self._damaged
+                    self._proofs.drop(hash(key))
+                if word in _WELL:
+                    self._damaged.pop(key, None)
 
     def forget(self, key: bytes) -> None:
         """The block is not there, or not any more."""
