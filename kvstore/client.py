@@ -20,6 +20,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+"""The object stores' protocols, and which extra of this package brings their clients."""
+
+RANGE_NOT_SATISFIABLE = 416
+SOMEBODY_WAS_FIRST = (409, 412)
+"""What servers answer to a conditional write that comes second, or at the same time."""
+REFUSED = (401, 403)
+
 
 class Client(Protocol):
     """A root in a storage. Made without a request."""

@@ -14,13 +14,14 @@ changes, and neither does a client.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 from kvstore import local
-from kvstore.client import Client
+from kvstore.client import EXTRAS, Client
 from kvstore.errors import (
     InvalidInputError,
     KVStoreError,
@@ -29,7 +30,7 @@ from kvstore.errors import (
     StorageTimeoutError,
 )
 from kvstore.fsspec_client import FsspecClient, environment_options
-from kvstore.obstore_client import PROTOCOLS, ObstoreClient
+from kvstore.obstore_client import ObstoreClient
 from kvstore.storage_options import secret_strings
 from kvstore.urls import parse_url, safe_url
 
@@ -78,7 +79,7 @@ class Filesystem:
         self.url = safe_url(root)
         self.local = protocol == "file"
         self.shared = protocol != "memory"
-        self._made_of = (url, storage_options, client, timeout)
+        self._made_of = (root, storage_options, client, timeout)
         if client not in (choices := get_args(ClientName)):
             raise InvalidInputError(f"client: expected one of {choices}, found {client!r}")
         if not 0 < timeout <= MAX_TIMEOUT:
@@ -92,7 +93,7 @@ class Filesystem:
                 f"{type(storage_options).__name__}"
             )
         options = dict(storage_options or {})
-        by_obstore = client == "obstore" and protocol in PROTOCOLS
+        by_obstore = client == "obstore" and protocol in EXTRAS
         if by_obstore:
             options = environment_options(protocol) | options
         self._secrets = tuple(secret_strings(options))
@@ -106,7 +107,9 @@ class Filesystem:
 
     def __reduce__(self) -> tuple[Callable[..., Filesystem], tuple[Any, ...]]:
         """Pickles as what it was made of, credentials included; a client has sockets."""
-        return _made, self._made_of
+        root, storage_options, client, timeout = self._made_of
+        made = functools.partial(Filesystem, client=client, timeout=timeout)
+        return made, (root, storage_options)
 
     def place(self, path: str) -> str:
         """The URL of `path`, for messages."""
@@ -114,26 +117,13 @@ class Filesystem:
 
     def exists(self, path: str) -> bool:
         """Whether a file is there. For local roots only."""
-        try:
-            os.stat(self._at(path))
-        except _ABSENT:
-            return False
-        except OSError:
-            with self._errors("read", path):
-                raise
-        return True
+        return self._unless_absent(path, lambda: os.stat(self._at(path))) is not None
 
     def read(self, path: str, limit: int) -> bytes | None:
         """A small file's first `limit` bytes, in one request; None if it is absent."""
-        if not self.local:
-            return self._unless_absent(path, lambda: self._client.get(path, limit))
-        try:
-            return local.read(self._at(path), limit)
-        except _ABSENT:
-            return None
-        except OSError:
-            with self._errors("read", path):
-                raise
+        if self.local:
+            return self._unless_absent(path, lambda: local.read(self._at(path), limit))
+        return self._unless_absent(path, lambda: self._client.get(path, limit))
 
     def read_into(self, path: str, buffers: Sequence[memoryview]) -> int | None:
         """Fill `buffers` in turn with a file's bytes, in one request.
@@ -144,13 +134,9 @@ class Filesystem:
             hold, their contents are undefined.
         """
         if self.local:
-            try:
-                return local.read_into(self._at(path), buffers)
-            except _ABSENT:
-                return None
-            except OSError:
-                with self._errors("read", path):
-                    raise
+            return self._unless_absent(
+                path, lambda: local.read_into(self._at(path), buffers)
+            )
         return self._unless_absent(path, lambda: self._client.get_into(path, buffers))
 
     def create(self, path: str, data: bytes) -> None:
@@ -224,11 +210,14 @@ class Filesystem:
         return f"{self._folder}/{path}"
 
     def _unless_absent(self, path: str, read: Callable[[], Result]) -> Result | None:
-        with self._errors("read", path):
-            try:
-                return read()
-            except _ABSENT:
-                return None
+        try:
+            return read()
+        except _ABSENT:
+            return None
+        except Exception:
+            # Entered here only: every block is read so, and few reads fail.
+            with self._errors("read", path):
+                raise
 
     @contextlib.contextmanager
     def _errors(self, action: str, path: str) -> Iterator[None]:
@@ -256,12 +245,3 @@ class Filesystem:
             translated = kind(self.place(path), action, masked)
             # A traceback would show the backend's own words, secret and all.
             raise translated from (error if masked == cause else None)
-
-
-def _made(
-    url: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None,
-    client: ClientName,
-    timeout: float,
-) -> Filesystem:
-    return Filesystem(url, storage_options, client=client, timeout=timeout)

@@ -15,18 +15,12 @@ from fsspec.asyn import AsyncFileSystem, sync
 from fsspec.config import conf
 
 from kvstore.buffers import scatter
+from kvstore.client import EXTRAS, RANGE_NOT_SATISFIABLE, REFUSED, SOMEBODY_WAS_FIRST
 from kvstore.errors import InvalidInputError
 from kvstore.storage_options import checked
 from kvstore.urls import safe_url
 
-_RANGE_NOT_SATISFIABLE = 416
-_SOMEBODY_WAS_FIRST = (409, 412)
-"""What servers answer to a conditional write that comes second, or at the same time."""
-_REFUSED = (401, 403)
-
 _S3 = ("s3", "s3a")
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-"""Which extra of this package brings a protocol's client."""
 
 
 def environment_options(protocol: str) -> dict[str, Any]:
@@ -35,8 +29,8 @@ def environment_options(protocol: str) -> dict[str, Any]:
     Each of fsspec's filesystems reads it by itself, e.g. from `FSSPEC_S3_ENDPOINT_URL`.
     """
     options: dict[str, Any] = {}
-    for name, extra in _EXTRAS.items():
-        if extra == _EXTRAS.get(protocol):
+    for name, extra in EXTRAS.items():
+        if extra == EXTRAS.get(protocol):
             options |= conf.get(name, {})
     return options
 
@@ -72,7 +66,7 @@ class FsspecClient:
         try:
             data: bytes = self._call("cat_file", path, start=0, end=limit)
         except Exception as error:
-            if _status(error) == _RANGE_NOT_SATISFIABLE:
+            if _status(error) == RANGE_NOT_SATISFIABLE:
                 return b""  # an object without bytes has no first byte
             raise
         return data
@@ -94,7 +88,7 @@ class FsspecClient:
         try:
             self._call("pipe_file", path, data, mode="create")
         except Exception as error:
-            if _status(error) in _SOMEBODY_WAS_FIRST:
+            if _status(error) in SOMEBODY_WAS_FIRST:
                 raise FileExistsError(str(error)) from error
             raise
 
@@ -116,7 +110,7 @@ class FsspecClient:
             # fsspec's sync returns None for a request that was cancelled.
             answer = sync(self._fs.loop, answered, timeout=self._timeout)
         except Exception as error:
-            if isinstance(error, PermissionError) or _status(error) not in _REFUSED:
+            if isinstance(error, PermissionError) or _status(error) not in REFUSED:
                 raise
             raise PermissionError(f"{type(error).__name__}: {error}") from error
         if answer is None:
@@ -142,7 +136,7 @@ def _filesystem_class(protocol: str, shown: str) -> type[AbstractFileSystem]:
     try:
         cls: type[AbstractFileSystem] = get_filesystem_class(protocol)
     except ImportError as error:
-        extra = _EXTRAS.get(protocol)
+        extra = EXTRAS.get(protocol)
         hint = f"pip install 'kvstore-zarr[{extra}]'" if extra else str(error)
         raise InvalidInputError(
             f"url: no package for {protocol}:// is installed, found {shown!r}: {hint}"

@@ -17,12 +17,10 @@ from datetime import timedelta
 from typing import Any
 
 from kvstore.buffers import scatter
+from kvstore.client import EXTRAS, RANGE_NOT_SATISFIABLE, REFUSED, SOMEBODY_WAS_FIRST
 from kvstore.errors import InvalidInputError
 from kvstore.gcs_options import gcs_arguments
 from kvstore.s3_options import s3_arguments
-
-PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-"""The protocols that obstore serves here, and the extra that brings their packages."""
 
 _FIRST_TRIES = 0.1
 """Part of the timeout in which a failed attempt may be followed by another."""
@@ -35,9 +33,6 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _SAID = re.compile(r"<Message>(.*?)</Message>|\"message\":\s*\"(.*?)\"", re.DOTALL)
 _REASON = re.compile(r"(?:message|error): \"(.*?)\"|(InvalidCertificate)")
 """Where the first line ends in "error sending request"."""
-_RANGE_NOT_SATISFIABLE = 416
-_SOMEBODY_WAS_FIRST = (409, 412)
-_REFUSED = (401, 403)
 
 
 class ObstoreClient:
@@ -52,7 +47,7 @@ class ObstoreClient:
             InvalidInputError: a package is missing, or an option cannot be honoured.
             Exception: whatever botocore, google-auth or obstore raises.
         """
-        extra = PROTOCOLS[protocol]
+        extra = EXTRAS[protocol]
         bucket, _, self._root = url.partition("://")[2].partition("/")
         try:
             # Only here: most users of kvstore open no bucket.
@@ -159,14 +154,14 @@ def _translated() -> Iterator[None]:
         told = _STATUS.search(text)
         status = int(told[1]) if told else None
         name = type(error).__name__
-        if status == _RANGE_NOT_SATISFIABLE:
+        if status == RANGE_NOT_SATISFIABLE:
             raise _EmptyObject from error
         cause = _cause(text, status)
         if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in text:
             raise FileNotFoundError(cause) from error
-        if name == "AlreadyExistsError" or status in _SOMEBODY_WAS_FIRST:
+        if name == "AlreadyExistsError" or status in SOMEBODY_WAS_FIRST:
             raise FileExistsError(cause) from error
-        if name in ("PermissionDeniedError", "UnauthenticatedError") or status in _REFUSED:
+        if name in ("PermissionDeniedError", "UnauthenticatedError") or status in REFUSED:
             raise PermissionError(cause) from error
         if "TimedOut" in text or "kind: Timeout" in text:
             raise TimeoutError("no answer in time") from error

@@ -1,5 +1,6 @@
 import errno
 import os
+import pickle
 import shutil
 import socket
 import stat
@@ -276,6 +277,14 @@ class TestLocal:
         store.store(KEY, block)
         assert store.load(KEY, bytearray(block.nbytes))
         assert not list((tmp_path / ".kvstore-tmp").glob("*/*"))
+
+    def test_another_process_has_the_same_folder_wherever_it_works(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        filesystem = Filesystem("kv")
+        monkeypatch.chdir("/")
+        assert pickle.loads(pickle.dumps(filesystem)).url == f"file://{tmp_path}/kv"
 
     def test_io_error_deletes_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
