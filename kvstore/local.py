@@ -184,11 +184,11 @@ def _place(scratch: str, target: str, aside: str, *, mark: str) -> tuple[bool, b
     the way was set aside.
     """
     moved = False
-    for last in (*[False] * RENAMES, True):
+    for attempt in range(RENAMES + 1):
         try:
             os.rename(scratch, target)
         except OSError as error:
-            if last or error.errno not in _OCCUPIED:
+            if attempt == RENAMES or error.errno not in _OCCUPIED:
                 raise
         else:
             break

@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numcodecs import blosc, zstd
 from strategies import json_values, unhurried
+from test_format import tree
 
 from kvstore import BlockStore, DamagedBlockError, InvalidInputError, Layout, codecs
 from kvstore.arrays import ArrayFormat, split_proof
@@ -561,14 +562,6 @@ def write(folder: Path, codec: Codec) -> BlockStore:
     )
     store.store(KEY, smooth(layout.nbytes))
     return store
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.mark.parametrize("codec", COMPRESSED)
