@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,7 @@ class ArrayFormat:
         """Prepare the document once: between blocks only key, checksum and codec change."""
         heads = {}
         for codec in CODECS:
-            text = json.dumps(_array_document(layout, group, codec), indent=2).encode()
+            text = json.dumps(array_document(layout, group, codec), indent=2).encode()
             heads[codec], rest = text.split(_KEY.encode(), 1)
         middle, tail = rest.rsplit(_CRC.encode(), 1)  # the document's last text
         name = ".".join(["c", *("0" for _ in layout.shape)])
@@ -124,21 +125,24 @@ class ArrayFormat:
         except FormatError as error:
             raise DamagedBlockError(place, error.problem) from error
         codec, found["codecs"] = _split_codecs(found.get("codecs"), place)
-        expected = _array_document(self.layout, self.group, "none")
+        expected = array_document(self.layout, self.group, "none")
         ours, theirs = _attributes(expected), _attributes(found)
         crc = _parse_crc(theirs.get("crc32c"), place)
         ours |= {"key": key.hex(), "crc32c": theirs.get("crc32c")}
-        for name in ours | theirs:
-            _require(place, name, ours.get(name), theirs.get(name))
+        for name in ours:
+            _require(place, name, ours[name], theirs.get(name))
+        for name in theirs.keys() - ours.keys():
+            _require(place, shown(name), None, theirs[name])
         for name in expected.keys() - {"attributes"}:
             _require(place, name, expected[name], found.get(name))
         for name in found.keys() - expected.keys():
             if not _may_ignore(name, found[name]):
-                _require(place, name, None, found[name])
+                _require(place, shown(name), None, found[name])
         return make_proof(crc, codec)
 
 
-def _array_document(layout: Layout, group: int, codec: Codec) -> dict[str, Any]:
+def array_document(layout: Layout, group: int, codec: Codec) -> dict[str, Any]:
+    """A block's document, with placeholders for its key and checksum."""
     data_type, fill_value = zarr_type(layout)
     endian = {"configuration": {"endian": "little"}} if data_type != "uint8" else {}
     return {
@@ -197,13 +201,33 @@ def _split_codecs(found: object, place: str) -> tuple[Codec, object]:
 
 
 def group_document(**attributes: Any) -> bytes:
-    """The `zarr.json` of a group, with `attributes` under `kvstore`."""
-    document = {
-        "zarr_format": 3,
-        "node_type": "group",
-        "attributes": {"kvstore": {"format": FORMAT, **attributes}},
-    }
-    return json.dumps(document, indent=2).encode()
+    """The `zarr.json` of a group, with `attributes` under `kvstore`.
+
+    Raises `InvalidInputError` if it were longer than any reader takes.
+    """
+    ours = {"format": FORMAT, **attributes}
+    document = {"zarr_format": 3, "node_type": "group", "attributes": {"kvstore": ours}}
+    text = json.dumps(document, indent=2).encode()
+    if len(text) > MAX_DOCUMENT_BYTES:
+        raise InvalidInputError(
+            f"{', '.join(attributes)}: expected a document of at most "
+            f"{MAX_DOCUMENT_BYTES} bytes, found {len(text)}. Record less"
+        )
+    return text
+
+
+@contextmanager
+def _remedied(place: str) -> Iterator[None]:
+    """Raise what is wrong with a group's document as `FormatError`, and say what to do."""
+    try:
+        yield
+    except (FormatError, InvalidInputError) as error:
+        problem = error.problem if isinstance(error, FormatError) else str(error)
+        remedy = (
+            "If a later kvstore wrote it, use that one or another URL. If not, remove this "
+            "one document: it is written anew, and every block proves itself"
+        )
+        raise FormatError(place, f"{problem.rstrip('.')}. {remedy}") from error
 
 
 def group_attributes(document: bytes, *, place: str) -> dict[str, Any]:
@@ -212,39 +236,30 @@ def group_attributes(document: bytes, *, place: str) -> dict[str, Any]:
     Raises:
         FormatError: not a Zarr v3 group, or not of a format that this version reads.
     """
-    try:
+    with _remedied(place):
         found = parse_document(document, place=place)
-    except FormatError as error:
-        remedy = (
-            "If a crash has torn it, remove this one document: it is written anew, and "
-            "every block proves itself"
-        )
-        raise FormatError(place, f"{error.problem}. {remedy}") from error
-    _require(place, "node_type", "group", found.get("node_type"), error=FormatError)
-    for name in found.keys() - _GROUP_FIELDS:
-        if not _may_ignore(name, found[name]):
-            _require(place, name, None, found[name], error=FormatError)
-    attributes = _attributes(found)
-    _require(place, "kvstore.format", FORMAT, attributes.get("format"), error=FormatError)
+        _require(place, "node_type", "group", found.get("node_type"), error=FormatError)
+        for name in found.keys() - _GROUP_FIELDS:
+            if not _may_ignore(name, found[name]):
+                _require(place, shown(name), None, found[name], error=FormatError)
+        attributes = _attributes(found)
+        version = attributes.get("format")
+        _require(place, "kvstore.format", FORMAT, version, error=FormatError)
     return attributes
 
 
 def recorded_config(document: bytes, *, place: str) -> Config:
     """The config that a namespace's document records. Raises `FormatError`."""
     attributes = group_attributes(document, place=place)
-    try:
+    with _remedied(place):
         return Config.from_fields(attributes.get("config"), where="config")
-    except InvalidInputError as error:
-        raise FormatError(place, str(error)) from error
 
 
 def recorded_layout(document: bytes, *, place: str) -> Layout:
     """The layout that a group's document records. Raises `FormatError`."""
     attributes = group_attributes(document, place=place)
-    try:
+    with _remedied(place):
         return Layout.from_dict(attributes.get("layout"), where="layout")
-    except InvalidInputError as error:
-        raise FormatError(place, str(error)) from error
 
 
 def parse_document(document: bytes, *, place: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ Threads: any, at once. Pickles, so that another process can take the same steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 from kvstore.arrays import (
@@ -20,24 +20,12 @@ from kvstore.arrays import (
     make_proof,
     split_proof,
 )
-from kvstore.codecs import (
-    TRAILER_BYTES,
-    Chunk,
-    Codec,
-    checksum,
-    decode_chunk,
-    encode_chunk,
-    require_crc,
-    require_length,
-)
+from kvstore.chunks import WrittenChunk, of_block, read_chunk
+from kvstore.codecs import Codec
 from kvstore.errors import DamagedBlockError, StorageError
 from kvstore.filesystem import Files, Filesystem
 from kvstore.namespace import Namespace
 from kvstore.paths import DOCUMENT, FAN_OUT_DIGITS, block_path
-
-SLICE_BYTES = 256 << 10
-"""How much is summed and written at once: what stays in a core's cache in between."""
-
 
 _FAN_OUT_DOCUMENT = group_document()
 
@@ -75,14 +63,16 @@ class Blocks:
         """What the block's document vouches for; None if it is absent.
 
         Raises:
-            DamagedBlockError: the document is not this block's.
+            DamagedBlockError: the document is not this block's; in an object store it was
+                not at a second look either.
             StorageError: storage could not tell.
         """
-        path = f"{self._path(key)}/{DOCUMENT}"
-        document = self._filesystem.read(path, MAX_DOCUMENT_BYTES + 1)
-        if document is None:
-            return None
-        return self._format.proved(document, key, place=self._filesystem.place(path))
+        try:
+            return self._read_proof(key)
+        except DamagedBlockError:
+            if self._filesystem.local:
+                raise
+            return self._read_proof(key)  # an answer may have been spoilt on its way
 
     def look(self, key: bytes) -> tuple[bool, Proof | None]:
         """Whether a load is worth while, in the cheapest way that storage has.
@@ -141,10 +131,12 @@ class Blocks:
             What was done, and the proof of the block that is there now.
 
         Raises:
+            InvalidInputError: the root was opened with `read_only`.
             StorageError: storage failed.
             LayoutMismatchError: the folders were removed meanwhile, and another engine
                 has recorded another layout there.
         """
+        self._filesystem.require_writable("store")
         try:
             proof = self.prove(key)
             if proof is not None and suspect:
@@ -154,6 +146,27 @@ class Blocks:
         if proof is not None:
             return Stored.KEPT, proof
         return Stored.STORED, self._publish(key, payload, replace=False)
+
+    def touch(self, key: bytes) -> bool:
+        """Note that the block is used now: see `Collector`.
+
+        An object store is asked first, whatever is known of the block: a document that is
+        written after another engine has removed the block would be half a block.
+
+        Returns:
+            False if it is absent from an object store. A folder is not asked.
+
+        Raises:
+            DamagedBlockError: the document is not this block's.
+            StorageError: storage failed.
+        """
+        document = b""  # a folder needs none
+        if not self._filesystem.local:
+            if (proof := self.prove(key)) is None:
+                return False
+            document = self._format.document(key, *split_proof(proof))
+        self._filesystem.touch(self._path(key), document)
+        return True
 
     def delete(self, key: bytes) -> None:
         """Remove the block, if it is there."""
@@ -165,42 +178,44 @@ class Blocks:
     def _path(self, key: bytes) -> str:
         return f"{self._namespace.path}/{block_path(key)}"
 
+    def _read_proof(self, key: bytes) -> Proof | None:
+        document = self._read_document(key)
+        return None if document is None else self._proved(document, key)
+
+    def _read_document(self, key: bytes) -> bytes | None:
+        path = f"{self._path(key)}/{DOCUMENT}"
+        return of_block(lambda: self._filesystem.read(path, MAX_DOCUMENT_BYTES + 1))
+
+    def _proved(self, document: bytes, key: bytes) -> Proof:
+        place = self._filesystem.place(f"{self._path(key)}/{DOCUMENT}")
+        return self._format.proved(document, key, place=place)
+
     def _read_payload(self, key: bytes, payload: memoryview, proof: Proof) -> None:
-        """Read the chunk, which must be the one that the document vouches for."""
         path = f"{self._path(key)}/{self._format.chunk_name}"
-        place = self._filesystem.place(path)
-        longest = payload.nbytes + TRAILER_BYTES
-        vouched, codec = split_proof(proof)
-        if codec == "none":
-            trailer = bytearray(TRAILER_BYTES)
-            length = self._filesystem.read_into(path, [payload, memoryview(trailer)])
-            require_length(place, length, longest, longest)
-            crc = checksum(payload)
-            require_crc(place, "the chunk", int.from_bytes(trailer, "little"), crc)
-        else:
-            chunk = self._filesystem.read(path, longest)
-            decode_chunk(chunk, payload, codec, place=place)
-            crc = checksum(payload)
-        require_crc(place, "the document", vouched, crc)
+        read_chunk(self._filesystem, path, payload, proof)
 
     def _publish(self, key: bytes, payload: memoryview, *, replace: bool) -> Proof | None:
         """Returns the proof of what is there now, unless another writer was first."""
+        chunk = WrittenChunk(payload, self._codec, self._item_bytes)
+        ours = self._put(key, lambda: self._files(key, chunk), replace=replace)
+        return make_proof(chunk.crc, chunk.codec) if ours else None
+
+    def _put(self, key: bytes, files: Callable[[], Files], *, replace: bool) -> bool:
+        """Returns whether these files are there now; see `Filesystem.publish`."""
         path = self._path(key)
-        chunk = _Chunk(payload, self._codec, self._item_bytes)
         try:
             self._ensure_fan_out(key)
-            ours = self._filesystem.publish(path, self._files(key, chunk), replace=replace)
+            return self._filesystem.publish(path, files(), replace=replace)
         except StorageError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
-            # Somebody removed the folders above; put the documents back, or fail.
-            self._fan_outs.clear()
-            self._namespace.claim()
-            self._ensure_fan_out(key)
-            ours = self._filesystem.publish(path, self._files(key, chunk), replace=replace)
-        return make_proof(chunk.crc, chunk.codec) if ours else None
+        # Somebody removed the folders above; put the documents back, or fail.
+        self._fan_outs.clear()
+        self._namespace.claim()
+        self._ensure_fan_out(key)
+        return self._filesystem.publish(path, files(), replace=replace)
 
-    def _files(self, key: bytes, chunk: _Chunk) -> Files:
+    def _files(self, key: bytes, chunk: WrittenChunk) -> Files:
         def document() -> Iterator[bytes]:
             # The chunk has been written, and is summed.
             yield self._format.document(key, chunk.crc, chunk.codec)
@@ -214,36 +229,3 @@ class Blocks:
                 f"{self._namespace.path}/{fan_out}/{DOCUMENT}", _FAN_OUT_DOCUMENT
             )
             self._fan_outs.add(fan_out)
-
-
-class _Chunk:
-    """What is written of a payload: encoded or as it is, then the checksum of that.
-
-    A payload that is not encoded is summed while it is written, so that each byte is
-    fetched from memory once.
-
-    Attributes:
-        crc: the payload's checksum, once the chunk has been written.
-        codec: how the chunk holds it.
-    """
-
-    def __init__(self, payload: memoryview, codec: Codec, itemsize: int) -> None:
-        self.crc = 0
-        self.codec: Codec = "none"
-        self._payload = payload
-        self._encoded: Chunk | None = None
-        if codec != "none":
-            self.crc = checksum(payload)
-            self._encoded, self.codec = encode_chunk(payload, self.crc, codec, itemsize)
-
-    def __iter__(self) -> Iterator[memoryview | bytes]:
-        if self._encoded is not None:
-            yield from self._encoded
-            return
-        crc = 0
-        for start in range(0, self._payload.nbytes, SLICE_BYTES):
-            part = self._payload[start : start + SLICE_BYTES]
-            crc = checksum(part, crc)
-            yield part
-        self.crc = crc
-        yield crc.to_bytes(TRAILER_BYTES, "little")

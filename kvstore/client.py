@@ -1,8 +1,10 @@
-"""`Client`: the five requests that kvstore makes of a storage that is no local folder.
+"""`Client`: the requests that kvstore makes of a storage that is no local folder.
 
-Each is one request for exactly one object, answered within the timeout or failed. There
-is no listing, no HEAD and no rename. Paths are relative to the client's root, with `/`
-between parts, and are names: nothing in them is a pattern.
+Blocks need five, `get` to `delete`: each is one request for exactly one object, answered
+within the timeout or failed. There is no HEAD and no rename. Only who tidies up lists, and
+deletes many at once; there the timeout is for each request, and for a list of folders as a
+whole. Paths are relative to the
+client's root, with `/` between parts, and are names: nothing in them is a pattern.
 
 What a client raises is for `filesystem.py` to translate:
 
@@ -17,8 +19,11 @@ Threads: every method may be called from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
+
+from kvstore.listing import Found
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """The object stores' protocols, and which extra of this package brings their clients."""
@@ -27,6 +32,10 @@ RANGE_NOT_SATISFIABLE = 416
 SOMEBODY_WAS_FIRST = (409, 412)
 """What servers answer to a conditional write that comes second, or at the same time."""
 REFUSED = (401, 403)
+ABSENT = (FileNotFoundError, NotADirectoryError)
+
+_DELETERS = 10
+"""Requests at once, and failures after which no more are made."""
 
 
 class Client(Protocol):
@@ -55,3 +64,69 @@ class Client(Protocol):
 
     def delete(self, path: str) -> None:
         """Remove an object. One that is absent is no failure, or a FileNotFoundError."""
+
+    def folders(self, path: str) -> list[str]:
+        """The names of the folders directly below a folder; none if it is absent."""
+
+    def files(self, path: str, after: str) -> Iterator[Found]:
+        """Every file below a folder, beyond `after` in the order that storage has.
+
+        An error on the way raises: what ends without one is whole. An absent folder has
+        no files.
+        """
+
+    def delete_many(self, paths: Sequence[str]) -> tuple[set[str], Exception | None]:
+        """Remove objects. One that is absent is no failure.
+
+        Returns:
+            Those that are gone now, and the first failure, if there was any.
+        """
+
+
+def delete_each(client: Client, paths: Sequence[str]) -> tuple[set[str], Exception | None]:
+    """`Client.delete_many`, by one request for each object, some of them at once.
+
+    Where many fail, storage does, and the rest is not tried.
+    """
+    gone: set[str] = set()
+    problems: list[Exception] = []
+
+    def delete(path: str) -> None:
+        if len(problems) >= _DELETERS:
+            return
+        try:
+            client.delete(path)
+        except ABSENT:
+            pass
+        except Exception as error:
+            problems.append(error)
+            return
+        gone.add(path)
+
+    with ThreadPoolExecutor(_DELETERS) as pool:
+        list(pool.map(delete, paths))
+    return gone, problems[0] if problems else None
+
+
+def delete_blocks(
+    client: Client, blocks: Sequence[tuple[str, Sequence[str]]]
+) -> tuple[list[str], Exception | None]:
+    """Remove the files of many blocks: all commit marks, each the last of its names, first.
+
+    Returns:
+        The folders of the blocks that are gone, and the first failure, if there was any.
+    """
+    marks = [f"{path}/{names[-1]}" for path, names in blocks]
+    gone, problem = client.delete_many(marks)
+    others = [
+        f"{path}/{name}"
+        for (path, names), mark in zip(blocks, marks, strict=True)
+        if mark in gone
+        for name in names[:-1]
+    ]
+    more, later = client.delete_many(others)
+    gone |= more
+    removed = [
+        path for path, names in blocks if all(f"{path}/{name}" in gone for name in names)
+    ]
+    return removed, problem or later

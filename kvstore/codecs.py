@@ -149,11 +149,11 @@ def decode_chunk(
     assert chunk is not None
     encoded, trailer = memoryview(chunk)[:-TRAILER_BYTES], chunk[-TRAILER_BYTES:]
     vouched = int.from_bytes(trailer, "little")
-    require_crc(place, "the chunk", vouched, checksum(encoded))
+    require_crc(place, vouched, checksum(encoded), "wrong-checksum")
     try:
         _decode(encoded, payload, codec)
     except ValueError as error:
-        raise DamagedBlockError(place, f"{codec}: {error}") from error
+        raise DamagedBlockError(place, f"{codec}: {error}", "undecodable") from error
 
 
 def require_length(place: str, length: int | None, least: int, most: int) -> None:
@@ -169,23 +169,36 @@ def require_length(place: str, length: int | None, least: int, most: int) -> Non
         DamagedBlockError: that is so.
     """
     if length is None:
-        raise DamagedBlockError(place, "the document is there, the chunk is missing")
+        problem = "the document is there, the chunk is missing"
+        raise DamagedBlockError(place, problem, "chunk-missing")
     if not least <= length <= most:
         expected = most if least == most else f"{least} to {most}"
         found = "more" if length > most else length
-        raise DamagedBlockError(place, f"expected {expected} bytes, found {found}")
+        problem = f"expected {expected} bytes, found {found}"
+        raise DamagedBlockError(place, problem, "wrong-length")
 
 
-def require_crc(place: str, voucher: str, vouched: int, crc: int) -> None:
-    """Compare a checksum that a voucher gives with that of the bytes.
+def require_crc(
+    place: str,
+    vouched: int,
+    crc: int,
+    damage: Literal["wrong-checksum", "other-payload"],
+) -> None:
+    """Compare a checksum that somebody vouches for with that of the bytes.
+
+    Args:
+        place: the chunk's URL.
+        vouched: by the chunk's own end, or by the document.
+        crc: of the bytes.
+        damage: what it is if they differ, which says who vouches.
 
     Raises:
         DamagedBlockError: they differ.
     """
     if vouched != crc:
-        raise DamagedBlockError(
-            place, f"crc32c: {voucher} says {vouched:08x}, the bytes give {crc:08x}"
-        )
+        voucher = "the document" if damage == "other-payload" else "the chunk"
+        problem = f"crc32c: {voucher} says {vouched:08x}, the bytes give {crc:08x}"
+        raise DamagedBlockError(place, problem, damage)
 
 
 def _trailer(crc: int) -> bytes:

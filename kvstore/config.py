@@ -10,14 +10,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvstore.errors import Difference, InvalidInputError
+from kvstore.errors import Difference, InvalidInputError, shown
 from kvstore.layout import Layout
 from kvstore.records import Record
 
 DIGEST_DIGITS = 12
+
+_SNAPSHOT = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
+
+
+class HubSnapshot(NamedTuple):
+    """One commit of a model of the hub."""
+
+    name: str
+    commit: str
+
+
+def hub_snapshot(model_name: str) -> HubSnapshot | None:
+    """Which model of the hub is meant by its place in the hub's cache on some machine.
+
+    Offline, that is vLLM's name of a model. None for any other name.
+    """
+    if (match := _SNAPSHOT.search(model_name)) is None:
+        return None
+    return HubSnapshot(match["name"].replace("--", "/"), match["commit"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +51,10 @@ class Group(Record):
 
     tokens_per_block: int
     layer_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a field of another type."""
+        self._parse_fields("group")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +100,10 @@ class Config(Record):
 
     def __post_init__(self) -> None:
         """Refuse what must never be hashed, and fold sizes that do not matter."""
+        self._parse_fields("config")
         if not self.model_name or "\0" in self.model_name:
             raise InvalidInputError(
-                f"model_name: expected a name, found {self.model_name!r}"
+                f"model_name: expected a name, found {shown(self.model_name)}"
             )
         if self.dtype in ("", "auto"):
             raise InvalidInputError(

@@ -17,7 +17,7 @@ fields, so that they cross process borders whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 MAX_SHOWN = 300
 """Characters of a value that a message repeats: it may be anybody's, and of any length."""
@@ -29,6 +29,16 @@ def shown(value: object) -> str:
     return (
         text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… ({len(text)} characters)"
     )
+
+
+def printable(text: str) -> str:
+    """`text` for a message or a log: one line, and nothing that a terminal would obey.
+
+    What is not printable is shown as Python would write it. Text without it stays as it is.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class KVStoreError(Exception):
@@ -53,11 +63,32 @@ class FormatError(KVStoreError, ValueError):
         return f"{self.place}: {self.problem}"
 
 
+Damage = Literal[
+    "document",
+    "not-a-file",
+    "chunk-missing",
+    "wrong-length",
+    "wrong-checksum",
+    "undecodable",
+    "other-payload",
+]
+"""What of a block does not hold its proof."""
+
+
 class DamagedBlockError(FormatError):
     """A block is present but its key, layout, length or checksum does not hold.
 
     Its bytes were not served. The next `store` of the key repairs it.
+
+    Attributes:
+        damage: which of them, as `kvstore verify` calls it; `document` for all that the
+            block's document says.
     """
+
+    def __init__(self, place: str, problem: str, damage: Damage = "document") -> None:
+        """`place` and `problem` as of every `FormatError`."""
+        super().__init__(place, problem)
+        self.damage = damage
 
 
 class UnsupportedVersionError(KVStoreError, ImportError):

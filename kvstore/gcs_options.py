@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import InvalidInputError, shown
-from kvstore.storage_options import refuse_for_obstore
-
-_OPTIONS = ("endpoint_url", "project", "token")
-"""`project` names who lists and makes buckets, which kvstore never does."""
+from kvstore.storage_options import GCS_KINDS, refuse_for_obstore, require_http
 
 _GOOGLE = "https://storage.googleapis.com"
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
@@ -32,7 +29,7 @@ def gcs_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
         InvalidInputError: an option cannot be honoured, or there are no credentials.
         ImportError: google-auth or requests is not installed.
     """
-    refuse_for_obstore(options, _OPTIONS, "storage_options")
+    refuse_for_obstore(options, GCS_KINDS, "storage_options")
     endpoint = _endpoint(options.get("endpoint_url"))
     token = options.get("token")
     return {
@@ -46,6 +43,29 @@ def gcs_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def gcs_source(options: Mapping[str, Any]) -> str:
+    """Where credentials come from, without a word of them.
+
+    Raises:
+        InvalidInputError: there are none.
+        ImportError: google-auth is not installed.
+    """
+    token = options.get("token")
+    if token == "anon":
+        return "none: anonymous"
+    if token == "cloud":
+        return "the machine's service account"
+    if token not in (None, "google_default"):
+        given = "a file named there" if isinstance(token, str) else "an object"
+        return f"storage_options.token: {given}"
+    if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+        return "the file that GOOGLE_APPLICATION_CREDENTIALS names"
+    kind = type(_credentials(token))
+    if kind.__module__.startswith("google.auth.compute_engine"):
+        return "the machine's service account"
+    return f"application default credentials of gcloud ({kind.__name__})"
+
+
 def _nobody() -> dict[str, Any]:
     # Without a provider obstore would look for a token to write with, unsigned or not.
     return {"token": "", "expires_at": None}
@@ -54,11 +74,12 @@ def _nobody() -> dict[str, Any]:
 def _endpoint(given: str | None) -> str:
     """As gcsfs finds it."""
     if given:
-        return given.rstrip("/")
+        return require_http(given, "storage_options.endpoint_url")
     emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
     if emulator in _NO_EMULATOR:
         return _GOOGLE
-    return (emulator if "://" in emulator else f"http://{emulator}").rstrip("/")
+    host = emulator if "://" in emulator else f"http://{emulator}"
+    return require_http(host, "STORAGE_EMULATOR_HOST")
 
 
 def _provider(token: Any) -> Callable[[], dict[str, Any]]:

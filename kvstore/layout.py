@@ -104,7 +104,8 @@ class Layout(Record):
     reason: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a layout that contradicts itself."""
+        """Refuse a field of another type, and a layout that contradicts itself."""
+        self._parse_fields("layout")
         if not self.axes or len(self.axes) != len(self.shape):
             self._refuse("axes", "one name for each length in shape", self.axes)
         if len(set(self.axes)) != len(self.axes) or not set(self.axes) <= set(AXES):

@@ -12,10 +12,18 @@ import pickle
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from kvstore.mover import MAX_MESSAGE_BYTES, READY, Part, Reply
+from kvstore.parts import (
+    AWAITED,
+    MAX_MESSAGE_BYTES,
+    READY,
+    UPKEEP_SECONDS,
+    Operation,
+    Part,
+    Reply,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +32,11 @@ MAX_PAUSE = 60.0
 
 END_SECONDS = 1.0
 """How long a process that has closed its socket may take to be gone: it never does."""
+
+
+DEEP = 2
+"""A job stays whole while every mover has so many times its keys to do: each part costs the
+calling thread a message and a reply, and nobody would be done sooner."""
 
 
 class Launched(Protocol):
@@ -49,7 +62,8 @@ class Link:
         mover: where it runs.
         up: whether it has been started and has not ended.
         ready: whether it has said since its start that it takes parts.
-        late: whether it was found late since its start.
+        late: whether anything that it has was found late since its start.
+        killed: whether it was killed for that; it may take a while to be gone.
         parts: what it has not answered, by number, oldest first.
         keys: how many keys these are.
     """
@@ -60,6 +74,7 @@ class Link:
         self.up = False
         self.ready = False
         self.late = False
+        self.killed = False
         self.parts: dict[int, Part] = {}
         self.keys = 0
         self._channel: socket.socket | None = None
@@ -82,11 +97,15 @@ class Link:
         self._not_before = now + self._pause
         try:
             self._channel = self.mover.start()
-        except OSError as error:  # no memory, no process or no descriptor is left
-            logger.warning("a process that transfers blocks cannot be started: %s", error)
+        except Exception as error:  # no memory, process, descriptor or thread is left
+            logger.warning(
+                "a process that transfers blocks cannot be started: %s: %s",
+                type(error).__name__,
+                str(error),  # the error itself would keep a mover's memory mapped
+            )
             return False
         self._channel.setblocking(False)
-        self.up, self.ready, self.late = True, False, False
+        self.up, self.ready, self.late, self.killed = True, False, False, False
         return True
 
     def send(self, part: Part) -> bool:
@@ -130,9 +149,28 @@ class Link:
                 self.ready = True
                 continue
             self._pause = 0.0
-            part = self.parts.pop(reply.number)
-            self.keys -= len(part.keys)
+            part = self.parts.get(reply.number)
+            if part is None:
+                continue  # news of what has ended before it was sent
+            if reply.last:
+                del self.parts[reply.number]
+                self.keys -= len(part.keys)
             yield part, reply
+
+    def hanging(self, now: float, grace: float) -> tuple[Operation, float] | None:
+        """What should have ended so many seconds ago, once since the mover's start.
+
+        Args:
+            now: by `time.monotonic`.
+            grace: seconds past its deadline that a key may run; of upkeep, for which
+                nobody waits, one may for `UPKEEP_SECONDS`.
+        """
+        for part in () if self.late else self.parts.values():
+            seconds = grace if part.operation in AWAITED else UPKEEP_SECONDS
+            if now >= part.deadline + seconds:
+                self.late = True
+                return part.operation, seconds
+        return None
 
     def finish(self) -> None:
         """Tell the mover that no part will follow."""
@@ -150,3 +188,18 @@ class Link:
         self.parts, self.keys = {}, 0
         self._unsent.clear()
         return lost
+
+
+def shares(links: Sequence[Link], count: int) -> Iterator[tuple[Link, int]]:
+    """How many of `count` keys each mover gets: as many more as it has less to do."""
+    idlest = min(links, key=lambda link: link.keys)
+    if idlest.keys >= DEEP * count:
+        links = [idlest]
+    # Whoever has more than its share even so comes first, and is not counted again.
+    rest = sorted(links, key=lambda link: link.keys, reverse=True)
+    while rest:
+        level = (count + sum(link.keys for link in rest)) / len(rest)
+        link = rest.pop(0)
+        share = min(count, max(0, round(level - link.keys))) if rest else count
+        count -= share
+        yield link, share

@@ -10,26 +10,14 @@ All goes through the page cache, so that an engine that restarts reads at memory
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
-import fcntl
-import functools
-import itertools
-import logging
 import os
-import secrets
 import shutil
-from array import array
-from collections.abc import Iterable, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 
-logger = logging.getLogger(__name__)
-
-TEMPORARY = ".kvstore-tmp"
-"""Below a local root: a folder for each process, and in that the temporary names."""
-
-NAMES = 1024
-"""Temporary names in one folder, before its process begins another."""
+from kvstore.scratch import fresh, remove
 
 PAGE = 4096
 """Bytes of a first read: more than a block's document has."""
@@ -37,11 +25,22 @@ PAGE = 4096
 RENAMES = 100
 """How often a block is renamed into place again, while other writers replace it."""
 
-_GET_FLAGS, _SET_FLAGS, _TOP_FOLDER = 0x80086601, 0x40086602, 0x20000
-"""`FS_IOC_GETFLAGS`, `FS_IOC_SETFLAGS` and `EXT4_TOPDIR_FL`, of linux/fs.h."""
-
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+_NO_FSYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
+"""What file systems answer that keep no folders to be written."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+"""What is no file, whoever put it into the place of one."""
 
 
 def read_into(name: str, buffers: Sequence[memoryview]) -> int:
@@ -71,10 +70,13 @@ def read(name: str, limit: int) -> bytes:
     descriptor = _open(name)
     try:
         # A block's document fits into the first read, and a short read of a file is its
-        # end; asking for `limit` at once would allocate as much.
-        data = os.read(descriptor, min(limit, PAGE))
+        # end; asking for `limit` at once would allocate as much. A pipe has no offset.
+        data = os.pread(descriptor, min(limit, PAGE), 0)
         if len(data) == PAGE:
-            while len(data) < limit and (more := os.read(descriptor, limit - len(data))):
+            while len(data) < limit:
+                more = os.pread(descriptor, limit - len(data), len(data))
+                if not more:
+                    break
                 data += more
     finally:
         os.close(descriptor)
@@ -82,19 +84,27 @@ def read(name: str, limit: int) -> bytes:
 
 
 def _open(name: str) -> int:
-    """Open a file to read it, and leave its time of access alone.
+    """Open a file to read it. What is no file is not followed nor waited for.
 
-    Else the first read of a file also reads, and soon writes, the disk's page of inodes: a
-    read that is not cached then takes twice as long.
+    The time of access is left alone. Else the first read of a file also reads, and soon
+    writes, the disk's page of inodes: a read that is not cached then takes twice as long.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     try:
         return os.open(name, flags | os.O_NOATIME)
     except PermissionError:
         return os.open(name, flags)  # only its owner may ask for that
 
 
-def write(name: str, parts: Iterable[memoryview | bytes]) -> None:
+def kind(name: str) -> str | None:
+    """What lies in the place of a file; None if it is a file, or nobody can tell."""
+    try:
+        return _KINDS.get(stat.S_IFMT(os.lstat(name).st_mode))
+    except OSError:
+        return None
+
+
+def write(name: str, parts: Iterable[memoryview | bytes], *, fsync: bool = False) -> None:
     """Write a new file whole; a short write continues where it stopped."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     descriptor = os.open(name, flags, 0o666)
@@ -103,23 +113,40 @@ def write(name: str, parts: Iterable[memoryview | bytes]) -> None:
             done = os.write(descriptor, part)
             while done < len(part):
                 done += os.write(descriptor, memoryview(part)[done:])
+        if fsync:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def create(root: str, path: str, data: bytes) -> None:
+def _fsync_folder(name: str) -> None:
+    """Write the names in a folder to the disk, and wait for it."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def create(root: str, path: str, data: bytes, *, fsync: bool = False) -> None:
     """Write a small file whole, unless there is one already.
 
-    The folder that it belongs to is made with it in one step, if it is not there.
+    The folder that it belongs to is made with it in one step, if it is not there. With
+    `fsync` both are on the disk before they have their names, and these at the return.
     """
     target = f"{root}/{path}"
-    if os.path.exists(target):
+    if os.path.lexists(target):
         return
-    scratch = _scratch(root)
+    scratch = fresh(root)
     folder, _, name = target.rpartition("/")
     ours = f"{scratch}/{name}"
     try:
-        write(ours, (data,))
+        write(ours, (data,), fsync=fsync)
+        if fsync:
+            _fsync_folder(scratch)
         os.rename(scratch, folder)
     except OSError as error:
         try:
@@ -128,6 +155,10 @@ def create(root: str, path: str, data: bytes) -> None:
             _link(ours, target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+        if fsync:
+            _fsync_folder(folder)
+    if fsync:
+        _fsync_folder(folder.rpartition("/")[0])
 
 
 def _link(source: str, target: str) -> None:
@@ -148,8 +179,11 @@ def publish(
     files: Sequence[tuple[str, Iterable[memoryview | bytes]]],
     *,
     replace: bool,
+    fsync: bool = False,
 ) -> bool:
     """Make a folder of `files` visible at `path` in one step.
+
+    With `fsync` all is on the disk before it gets its name, and the name at the return.
 
     A folder that is there with the last of the files stays, unless it is to be replaced;
     one without it was never committed and makes room. If anything fails, what was there
@@ -161,12 +195,14 @@ def publish(
     Raises:
         FileNotFoundError: the folder that should hold it does not exist.
     """
-    scratch = _scratch(root)
+    scratch = fresh(root)
     aside = f"{scratch}-aside"
     target = f"{root}/{path}"
     try:
         for name, parts in files:
-            write(f"{scratch}/{name}", parts)
+            write(f"{scratch}/{name}", parts, fsync=fsync)
+        if fsync:
+            _fsync_folder(scratch)
         moved = replace and _set_aside(target, aside)
         ours, in_the_way = _place(scratch, target, aside, mark=files[-1][0])
     except BaseException:
@@ -176,6 +212,8 @@ def publish(
         raise
     if moved or in_the_way:
         _remove(aside)
+    if fsync and ours:
+        _fsync_folder(target.rpartition("/")[0])
     return ours
 
 
@@ -201,11 +239,35 @@ def _place(scratch: str, target: str, aside: str, *, mark: str) -> tuple[bool, b
     return True, moved
 
 
-def discard(root: str, path: str) -> None:
-    """Take a folder away in one step, if it is there; then remove it at leisure."""
-    scratch = _scratch(root)
-    _set_aside(f"{root}/{path}", f"{scratch}/aside")
-    _remove(scratch)
+def discard(root: str, path: str, names: Sequence[str]) -> None:
+    """Remove files from a folder, the last name first, and the folder if it is empty then.
+
+    It is the folder that is there now: one that a writer puts into its place meanwhile
+    stays whole. A link in the place of it, or of a folder above it, is an error: what lies
+    behind is not ours.
+    """
+    with contextlib.suppress(FileNotFoundError), _folders_below(root, path) as folders:
+        *_, above, folder = folders
+        for name in reversed(names):
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                os.unlink(name, dir_fd=folder)
+        with contextlib.suppress(OSError):  # more lies there, and is not ours
+            os.rmdir(path.rpartition("/")[2], dir_fd=above)
+
+
+@contextlib.contextmanager
+def _folders_below(root: str, path: str) -> Iterator[list[int]]:
+    """Descriptors of the root, of a folder below it and of all between, reached through no
+    link but the root.
+    """
+    folders = [os.open(root, _FOLDER)]
+    try:
+        for name in path.split("/"):
+            folders.append(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folders[-1]))
+        yield folders
+    finally:
+        for descriptor in folders:
+            os.close(descriptor)
 
 
 def _set_aside(target: str, aside: str) -> bool:
@@ -219,7 +281,7 @@ def _set_aside(target: str, aside: str) -> bool:
 
 def _remove(aside: str) -> None:
     """Remove what was set aside: a folder, or a file where a folder should have been."""
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     with contextlib.suppress(OSError):
         os.unlink(aside)
 
@@ -227,89 +289,10 @@ def _remove(aside: str) -> None:
 def probe(root: str) -> None:
     """Make the root if it is not there, and prove that it can be written."""
     os.makedirs(root, exist_ok=True)
-    scratch = _scratch(root)
+    scratch = fresh(root)
     write(f"{scratch}/probe", (b"kvstore",))
     os.unlink(f"{scratch}/probe")
     os.rmdir(scratch)
-
-
-def _scratch(root: str) -> str:
-    """A fresh folder with a temporary name."""
-    number = next(_numbers)
-    parent = f"{root}/{TEMPORARY}/{_process_name()}-{number // NAMES:x}"
-    scratch = f"{parent}/{number:x}"
-    while True:
-        try:
-            os.mkdir(scratch)
-        except FileNotFoundError:
-            # The first name, or somebody tidied up. If the root is gone this raises.
-            _make_parent(parent)
-        else:
-            return scratch
-
-
-def _make_parent(parent: str) -> None:
-    """Begin a folder of temporary names, in the place of this process's last one."""
-    top = parent.rpartition("/")[0]
-    try:
-        os.mkdir(parent)
-    except FileExistsError:
-        pass
-    except FileNotFoundError:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(top)
-            _spread(top)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(parent)
-    _remove_parents(
-        other for other in _parents - {parent} if other.rpartition("/")[0] == top
-    )
-    _parents.add(parent)
-
-
-def _remove_parents(parents: Iterable[str]) -> None:
-    """Those that are empty: another thread may still be in one."""
-    for parent in parents:
-        with contextlib.suppress(OSError):
-            os.rmdir(parent)
-            _parents.discard(parent)
-
-
-_numbers = itertools.count()
-_parents: set[str] = set()
-"""Folders of temporary names that this process has made: about one for each root."""
-
-
-@functools.cache
-def _process_name() -> str:
-    """Random, so that no other process has it, on whichever machine."""
-    return secrets.token_hex(8)
-
-
-os.register_at_fork(after_in_child=_process_name.cache_clear)
-os.register_at_fork(after_in_child=_parents.clear)
-atexit.register(lambda: _remove_parents(list(_parents)))
-
-
-def _spread(folder: str) -> None:
-    """Ask the filesystem to keep the folders in a folder far apart, where it knows how.
-
-    ext4 gives no inode again for a minute or more after its file was deleted, but passes
-    over it at every new file of the same group: beside an eviction, publishing becomes
-    several times slower. `chattr +T` lets each folder of temporary names begin in a group
-    of its own, which the next `NAMES` blocks then share: a group of its own for each block
-    would read the maps of them all.
-    """
-    flags = array("i", [0])
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.ioctl(descriptor, _GET_FLAGS, flags)
-        flags[0] |= _TOP_FOLDER
-        fcntl.ioctl(descriptor, _SET_FLAGS, flags)
-    except OSError as error:
-        logger.debug("%s: no such hint here: %s", folder, error)
-    finally:
-        os.close(descriptor)
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ class Memory:
     """Proofs and damage that were seen, and counts of what happened.
 
     A forgotten entry costs a request, never a wrong answer. Locking: one lock guards
-    everything, so any thread may call any method.
+    everything, so any thread may call any method. In a child of a fork it knows nothing.
     """
 
     DAMAGED = 65_536
@@ -30,6 +32,10 @@ class Memory:
 
     def __init__(self) -> None:
         """Knows nothing yet."""
+        self._begin()
+        _memories.add(self)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._proofs = _Proofs()
         self._damaged: dict[bytes, float] = {}
@@ -106,6 +112,20 @@ class Memory:
             return {name: self._counts[name] for name in names}
 
 
+_memories: weakref.WeakSet[Memory] = weakref.WeakSet()
+
+
+def _begin_anew() -> None:
+    """In a child, after a fork: a thread that is not here may have held a lock, in the
+    midst of what the lock guards.
+    """
+    for memory in _memories:
+        memory._begin()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
 class _Proofs:
     """Proofs by the hashes of keys, 16 bytes a place, in many small tables.
 
@@ -130,7 +150,8 @@ class _Proofs:
 class _Table:
     """A hash table of buckets; where one is full, the newest entry takes a place in it.
 
-    It doubles when half full, so an entry costs 32 to 64 bytes.
+    It doubles when half full, so an entry costs 32 to 64 bytes. A bucket may be full before
+    that: so far from the limit too, some 3 of 1,000 entries are forgotten early.
     """
 
     BUCKET = 4

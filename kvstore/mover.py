@@ -3,11 +3,13 @@
 It takes parts of jobs from one end of a socket and answers there: the same code whether
 the other end is in this process or in the engine's. Loads go before stores, since a request
 waits for a load and nothing waits for a store, but a store has its turn now and then.
-Lookups have threads of their own.
+Lookups have threads of their own, so have touches, which are writes and may hang while
+lookups do not, and the other upkeep: one each.
 
-A part is answered when all its keys have ended. Keys that still wait when the part's
-deadline passes are answered as failed without running; a key that runs is waited for,
-since nothing may touch a slot after its part was answered.
+A part is answered when all its keys have ended; of lookups, what has ended is told before
+if others take long. Keys that still wait when the part's deadline passes are answered as
+failed without running; a key that runs is waited for, since nothing may touch a slot after
+its part was answered.
 
 Locking: `_lock` guards the queues and the counts inside every `_Running`, and is never held
 while a key runs.
@@ -23,26 +25,28 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import get_args
 
 from kvstore.arrays import Proof
+from kvstore.parts import (
+    FAILED,
+    LATE,
+    MAX_MESSAGE_BYTES,
+    NEWS_SECONDS,
+    NO_SLOT,
+    READY,
+    UNKNOWN,
+    Answer,
+    Operation,
+    Part,
+    Perform,
+    Reply,
+)
 
 logger = logging.getLogger(__name__)
-
-Operation = Literal["lookup", "load", "store"]
-
-Hint = Proof | bool | None
-"""What the other end knows of a key: for a load its proof, for a store whether the block
-is suspect."""
-
-
-READY = 0
-"""The number of the reply to nothing, which a mover sends when it can take parts."""
-
-FAILED = "failed"
-"""The word for a key that did not run, or whose storage failed."""
 
 MAX_PROBLEMS = 8
 """Keys of a part whose problems are told in words."""
@@ -50,51 +54,44 @@ MAX_PROBLEMS = 8
 MAX_PROBLEM = 2000
 """Characters of one."""
 
-LATE = "it waited too long for its turn"
+WAITED = "it waited too long for its turn"
 
 LOADS_PER_STORE = 8
 """Loads that may go before a store that waits."""
 
-MAX_MESSAGE_BYTES = 160 << 10
-"""A message must fit into a socket's default buffer of 208 KiB."""
-
 LOOK_SECONDS = 1
 """How often a mover looks for what has waited too long, and whether it is still wanted."""
 
-
-class Part(NamedTuple):
-    """Some keys of one job. `deadline` is by `time.monotonic`, one clock for a machine."""
-
-    number: int
-    operation: Operation
-    keys: Sequence[bytes]
-    slots: Sequence[int]
-    hints: Sequence[Hint]
-    deadline: float
+Turn = Callable[[], Operation | None]
+"""Whose turn it is, of the operations that a thread serves; None if nothing waits."""
 
 
-class Reply(NamedTuple):
-    """How a part ended: for each key a word, and the proof of the block that is there now
-    if it is known; and what went wrong with the first few.
-    """
-
-    number: int
-    words: Sequence[str]
-    proofs: Sequence[Proof | None]
-    problems: Mapping[int, str]
-
-
-Perform = Callable[[Operation, bytes, int, Hint], tuple[str, Proof | None, str | None]]
-"""Does one key; returns its word, its proof, and what went wrong if anything did."""
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
     part: Part
     words: list[str]
     proofs: list[Proof | None]
     pending: int
+    told: int  # how many keys were still pending when something was told
+    news_at: float
     problems: dict[int, str] = field(default_factory=dict)
+    reports: list[object] = field(default_factory=list)
+
+    def end(self, index: int, answer: Answer) -> None:
+        """A key has ended."""
+        self.words[index], self.proofs[index] = answer.word, answer.proof
+        if answer.problem is not None and len(self.problems) < MAX_PROBLEMS:
+            self.problems[index] = answer.problem[:MAX_PROBLEM]
+        if answer.report is not None:
+            self.reports.append(answer.report)
+        self.pending -= 1
+
+    def reply(self) -> Reply:
+        """What is known so far. Once all keys have ended it is the last."""
+        words, proofs, problems = list(self.words), list(self.proofs), dict(self.problems)
+        last = not self.pending
+        reports = tuple(self.reports)
+        return Reply(self.part.number, words, proofs, problems, reports, last)
 
 
 class Mover:
@@ -127,22 +124,35 @@ class Mover:
         self._still_wanted = still_wanted
         self._lookups = lookups
         self._lock = threading.Lock()
-        self._transfer = threading.Condition(self._lock)
-        self._lookup = threading.Condition(self._lock)
         self._queues: dict[Operation, deque[tuple[_Running, range]]] = {
-            "lookup": deque(),
-            "load": deque(),
-            "store": deque(),
+            operation: deque() for operation in get_args(Operation)
         }
+        transfer, look, touch, upkeep = (threading.Condition(self._lock) for _ in range(4))
+        self._ready: dict[Operation, threading.Condition] = {
+            "load": transfer,
+            "store": transfer,
+            "lookup": look,
+            "touch": touch,
+            "sweep": upkeep,
+            "collect": upkeep,
+        }
+        self._looking: list[_Running] = []
         self._streak = 0
         self._stopping = False
-        serve = [self._serve_transfers] * threads + [self._serve_lookups] * lookups
+        crew = [(transfer, self._transfer_turn)] * threads
+        crew += [(look, partial(self._first, "lookup"))] * lookups
+        crew += [(touch, partial(self._first, "touch"))]
+        crew += [(upkeep, partial(self._first, "sweep", "collect"))]
         self._threads = [
-            threading.Thread(target=target, name=f"{name}-{i}", daemon=True)
-            for i, target in enumerate(serve)
+            threading.Thread(target=self._work, args=who, name=f"{name}-{i}", daemon=True)
+            for i, who in enumerate(crew)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # as where the system has no thread left
+            self._stop()
+            raise
 
     def serve(self) -> None:
         """Take parts until the other end closes; then give up what waits, and wait for
@@ -154,12 +164,14 @@ class Mover:
         self._send(Reply(READY, (), (), {}))
         try:
             while self._still_wanted():
-                if poller.poll(1000 * LOOK_SECONDS):
+                if poller.poll(1000 * (NEWS_SECONDS if self._looking else LOOK_SECONDS)):
                     length = self._channel.recv_into(buffer)
                     if not length:
                         break
                     self._take(Part(*pickle.loads(buffer[:length])))
-                self._give_up(before=time.monotonic())
+                now = time.monotonic()
+                self._tell_news(now)
+                self._give_up(before=now)
         except OSError:
             logger.debug("the other end is gone", exc_info=True)
         finally:
@@ -167,23 +179,27 @@ class Mover:
 
     def _take(self, part: Part) -> None:
         count = len(part.keys)
-        running = _Running(part, [FAILED] * count, [None] * count, count)
+        news_at = time.monotonic() + NEWS_SECONDS
+        running = _Running(part, [UNKNOWN] * count, [None] * count, count, count, news_at)
+        if not count:
+            self._send(running.reply())
+            return
         queue = self._queues[part.operation]
-        whole = part.operation == "lookup" and self._lookups == 1
-        step = count if whole else 1
+        step = count if part.operation == "lookup" and self._lookups == 1 else 1
         tasks = [(running, range(i, i + step)) for i in range(0, count, step)]
-        work = self._lookup if part.operation == "lookup" else self._transfer
         with self._lock:
             queue.extend(tasks)
-            work.notify(len(tasks))
+            if part.operation == "lookup":
+                self._looking.append(running)
+            self._ready[part.operation].notify(len(tasks))
 
     def _stop(self) -> None:
         with self._lock:
             self._stopping = True
         self._give_up(before=float("inf"))
         with self._lock:
-            self._transfer.notify_all()
-            self._lookup.notify_all()
+            for ready in self._ready.values():
+                ready.notify_all()
         for thread in self._threads:
             while thread.is_alive() and self._still_wanted():
                 thread.join(LOOK_SECONDS)
@@ -197,26 +213,34 @@ class Mover:
                     if not queue or queue[0][0].part.deadline > before:
                         break
                     running, indices = queue.popleft()
-                self._settle(running, len(indices), dict.fromkeys(indices, LATE))
+                for i in indices:
+                    self._end(running, i, Answer(LATE, problem=WAITED))
+
+    def _tell_news(self, now: float) -> None:
+        """Answer those parts of lookups of which some keys have ended, and others not."""
+        with self._lock:
+            told = []
+            for running in self._looking:
+                if running.news_at <= now and running.pending < running.told:
+                    running.news_at, running.told = now + NEWS_SECONDS, running.pending
+                    told.append(running.reply())
+        for reply in told:
+            self._send(reply)
 
     # ---- threads
 
-    def _serve_transfers(self) -> None:
-        while (task := self._next(self._transfer, self._transfer_turn)) is not None:
-            self._run(*task)
-
-    def _serve_lookups(self) -> None:
-        while (task := self._next(self._lookup, self._lookup_turn)) is not None:
+    def _work(self, ready: threading.Condition, turn: Turn) -> None:
+        while (task := self._next(ready, turn)) is not None:
             self._run(*task)
 
     def _next(
-        self, work: threading.Condition, turn: Callable[[], Operation | None]
+        self, ready: threading.Condition, turn: Turn
     ) -> tuple[_Running, range] | None:
         with self._lock:
             while not self._stopping:
                 if (operation := turn()) is not None:
                     return self._queues[operation].popleft()
-                work.wait()
+                ready.wait()
         return None
 
     def _transfer_turn(self) -> Operation | None:
@@ -228,41 +252,34 @@ class Mover:
         self._streak = 0
         return "store" if stores else None
 
-    def _lookup_turn(self) -> Operation | None:
-        return "lookup" if self._queues["lookup"] else None
+    def _first(self, *operations: Operation) -> Operation | None:
+        return next((name for name in operations if self._queues[name]), None)
 
     def _run(self, running: _Running, indices: range) -> None:
         part = running.part
-        problems: dict[int, str] = {}
         for i in indices:
-            if time.monotonic() >= part.deadline:
-                problems[i] = LATE
-                continue
-            running.words[i], running.proofs[i], problem = self._one(part, i)
-            if problem is not None:
-                problems[i] = problem
-        self._settle(running, len(indices), problems)
+            late = time.monotonic() >= part.deadline
+            answer = Answer(LATE, problem=WAITED) if late else self._one(part, i)
+            self._end(running, i, answer)
 
-    def _one(self, part: Part, index: int) -> tuple[str, Proof | None, str | None]:
-        slot = part.slots[index] if part.slots else -1
-        hint = part.hints[index] if part.hints else None
+    def _one(self, part: Part, index: int) -> Answer:
         try:
+            slot = part.slots[index] if part.slots else NO_SLOT
+            hint = part.hints[index] if part.hints else None
             return self._perform(part.operation, part.keys[index], slot, hint)
         except BaseException as error:  # whatever it is, the part must end
             logger.exception("%s of a block failed unexpectedly", part.operation)
-            return FAILED, None, f"{type(error).__name__}: {error}"
+            return Answer(FAILED, problem=f"{type(error).__name__}: {error}")
 
-    def _settle(self, running: _Running, keys: int, problems: Mapping[int, str]) -> None:
-        """So many more keys have ended; with the last one the part is answered."""
+    def _end(self, running: _Running, index: int, answer: Answer) -> None:
+        """One more key has ended; with the last one the part is answered."""
         with self._lock:
-            for i in list(problems)[: MAX_PROBLEMS - len(running.problems)]:
-                running.problems[i] = problems[i][:MAX_PROBLEM]
-            running.pending -= keys
+            running.end(index, answer)
             if running.pending:
                 return
-        self._send(
-            Reply(running.part.number, running.words, running.proofs, running.problems)
-        )
+            if running.part.operation == "lookup":
+                self._looking.remove(running)
+        self._send(running.reply())
 
     def _send(self, reply: Reply) -> None:
         message = pickle.dumps(tuple(reply))

@@ -6,6 +6,7 @@ names; only a comparison proves.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from kvstore.arrays import (
@@ -15,10 +16,12 @@ from kvstore.arrays import (
     recorded_layout,
 )
 from kvstore.config import Config
-from kvstore.errors import LayoutMismatchError, StorageError
+from kvstore.errors import FormatError, LayoutMismatchError, StorageError
 from kvstore.filesystem import Filesystem
 from kvstore.layout import Layout
 from kvstore.paths import DOCUMENT, group_path
+
+logger = logging.getLogger(__name__)
 
 
 class Namespace:
@@ -64,6 +67,9 @@ class Namespace:
     def claim(self) -> None:
         """Record config and layout where nothing is, then compare what is recorded.
 
+        Below a root that is only read, nothing is recorded, and only what is there is
+        compared: a block proves itself in any case.
+
         Raises:
             LayoutMismatchError: with every field that differs.
             FormatError: what is recorded cannot be read.
@@ -73,27 +79,61 @@ class Namespace:
             self._folder,
             group_document(config=self.config.fields(), provenance=self._provenance),
         )
-        differences = self.config.differences(recorded_config(document, place=place))
-        if differences:
-            raise LayoutMismatchError(place, differences)
-        self._recorded(self.path.rpartition("/")[0], group_document())
+        if document is not None:
+            recorded = recorded_config(document, place=place)
+            if differences := self.config.differences(recorded):
+                raise LayoutMismatchError(place, differences)
+        if not self._filesystem.read_only:
+            self._recorded(self.path.rpartition("/")[0], group_document())
         place, document = self._recorded(
             self.path,
             group_document(layout=self.layout.to_dict(), provenance=self._provenance),
         )
+        if document is None:
+            logger.info(
+                "nothing is recorded at %s yet: only blocks prove themselves", place
+            )
+            return
         differences = self.layout.differences(recorded_layout(document, place=place))
         if differences:
             raise LayoutMismatchError(place, differences)
 
-    def _recorded(self, path: str, document: bytes) -> tuple[str, bytes]:
-        """The place and bytes of a group's document; `document` if there was none."""
+    def recorded_layout(self) -> Layout | None:
+        """The layout that the group's document records; None if there is no document.
+
+        Raises:
+            FormatError: it cannot be read.
+            StorageError: storage failed.
+        """
+        name = f"{self.path}/{DOCUMENT}"
+        document = self._read(name)
+        if document is None:
+            return None
+        return recorded_layout(document, place=self._filesystem.place(name))
+
+    def _recorded(self, path: str, document: bytes) -> tuple[str, bytes | None]:
+        """The place and bytes of a group's document; `document` if there was none, or None
+        where nothing may be written.
+        """
         name = f"{path}/{DOCUMENT}"
         place = self._filesystem.place(name)
-        recorded = self._filesystem.read(name, MAX_DOCUMENT_BYTES + 1)
+        recorded = self._read(name)
+        if recorded is None and self._filesystem.read_only:
+            return place, None
         if recorded is None:
-            self._filesystem.create(name, document)
+            # Torn by a power failure, it would keep every engine from starting.
+            self._filesystem.create(name, document, fsync=True)
             # What was written may not be what stayed: another engine came at once.
-            recorded = self._filesystem.read(name, MAX_DOCUMENT_BYTES + 1)
+            recorded = self._read(name)
         if recorded is None:
             raise StorageError(place, "read back", "it was written and is not there")
         return place, recorded
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return self._filesystem.read(name, MAX_DOCUMENT_BYTES + 1)
+        except FormatError as error:
+            remedy = (
+                "Remove it: the document is written anew, and every block proves itself"
+            )
+            raise FormatError(error.place, f"{error.problem}. {remedy}") from error

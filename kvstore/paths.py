@@ -9,6 +9,7 @@ import re
 
 from kvstore.config import Config
 from kvstore.errors import InvalidInputError
+from kvstore.records import parse
 
 DOCUMENT = "zarr.json"
 """File name of every Zarr v3 metadata document."""
@@ -20,6 +21,12 @@ MAX_KEY_BYTES = 96
 
 _MAX_LABEL = 200
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+FAN_OUT = re.compile("[0-9a-f]{3}")
+"""Names of fan-outs."""
+
+CHUNK = re.compile(r"c(?:\.0)+")
+"""Names of a block's only chunk, of any layout."""
+
 _BLOCK = re.compile(r"[0-9a-f]{3}/(?P<key>(?:[0-9a-f]{2})+)")
 
 
@@ -40,9 +47,13 @@ def isolated_path(config: Config, layout_digest: str) -> str:
 
 
 def group_path(namespace: str, rank: int, group: int) -> str:
-    """The folder of one rank's KV group."""
+    """The folder of one rank's KV group.
+
+    Raises:
+        InvalidInputError: a number is negative, or no integer.
+    """
     for name, number in (("rank", rank), ("group", group)):
-        if number < 0:
+        if parse(number, int, name) < 0:
             raise InvalidInputError(f"{name}: expected 0 or more, found {number}")
     return f"{namespace}/r{rank}/g{group}"
 
@@ -51,14 +62,26 @@ def block_path(key: bytes) -> str:
     """A block's folder below its group's: fan-out, then the whole key in hex.
 
     Raises:
-        InvalidInputError: the key is shorter than 2 or longer than 96 bytes.
+        InvalidInputError: see `require_key`.
     """
+    require_key(key)
+    digits = key.hex()
+    return f"{digits[:FAN_OUT_DIGITS]}/{digits}"
+
+
+def require_key(key: bytes) -> None:
+    """Refuse what is no key.
+
+    Raises:
+        InvalidInputError: the key is no `bytes`, or shorter than 2 or longer than 96.
+    """
+    kind = type(key)
+    if not issubclass(kind, bytes):
+        raise InvalidInputError(f"key: expected bytes, found {kind.__name__}")
     if not 2 <= len(key) <= MAX_KEY_BYTES:
         raise InvalidInputError(
             f"key: expected 2 to {MAX_KEY_BYTES} bytes, found {len(key)}"
         )
-    digits = key.hex()
-    return f"{digits[:FAN_OUT_DIGITS]}/{digits}"
 
 
 def block_key(path: str) -> bytes:

@@ -15,13 +15,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import BinaryIO
 
 from kvstore.blocks import Blocks
+from kvstore.collector import Collector
 from kvstore.errors import InvalidInputError
 from kvstore.links import Launched
-from kvstore.mover import MAX_MESSAGE_BYTES, Mover, Perform
+from kvstore.mover import Mover
+from kvstore.parts import MAX_MESSAGE_BYTES, Perform
 from kvstore.region import Region, populate
 from kvstore.transfer import Rows, Transfer
 
@@ -37,14 +40,16 @@ POPULATE_SECONDS = 5.0
 """How long a start waits until all rows are mapped; the rest is mapped beside transfers."""
 
 _MAIN = (
-    "import signal, sys; "
+    "import pickle, signal, sys; "
     # Whoever interrupts or ends all processes of a group means the engine, and the engine
     # says when it is over.
     "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]; "
     # The same modules as in the engine, wherever it has them from.
-    "sys.path[:] = sys.argv.pop().split(':'); "
-    "from kvstore.processes import main; main()"
+    "file = open(int(sys.argv[2]), 'rb'); file.seek(0); sys.path[:] = pickle.load(file); "
+    "from kvstore.processes import main; main(file)"
 )
+
+_REMEDY = 'Set "processes": 0 to transfer on threads of the engine instead.'
 
 
 def launch(
@@ -55,6 +60,7 @@ def launch(
     threads: int,
     lookups: int,
     name: str,
+    collector: Collector | None = None,
 ) -> list[Launched]:
     """The movers between `blocks` and `rows`: processes, unless they could not map `rows`.
 
@@ -66,23 +72,45 @@ def launch(
         threads: how many blocks are transferred at once, in all processes together.
         lookups: 1, or how many lookups run at once for each thread.
         name: the threads' name, for debuggers.
+        collector: does the upkeep of the root, if this engine may.
+
+    Raises:
+        InvalidInputError: processes cannot be prepared; nothing is left open.
     """
     count = processes
     if count is None:
         count = min(DEFAULT_PROCESSES, len(os.sched_getaffinity(0)))
-    region = Region.of(rows) if count else None
+    with scarce():
+        region = Region.of(rows) if count else None
     threads = -(-threads // (count if region else 1))
     lookups = 1 if lookups == 1 else lookups * threads
     if region is None:
         logger.info("%d threads of the engine transfer blocks", threads)
-        perform = Transfer(blocks, rows)
+        perform = Transfer(blocks, rows, collector)
         return [ThreadMover(perform, threads=threads, lookups=lookups, name=name)]
     logger.info("%d processes transfer blocks, %d at once in each", count, threads)
-    task = Task(blocks, region, threads, lookups)
+    task = Task(blocks, region, threads, lookups, collector)
+    movers: list[Launched] = []
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, region.descriptor)  # each mover has its own
+        with scarce(), contextlib.ExitStack() as unless_all:
+            for _ in range(count):
+                movers.append(mover := ProcessMover(task))
+                unless_all.callback(mover.close)
+            unless_all.pop_all()
+    return movers
+
+
+@contextlib.contextmanager
+def scarce() -> Iterator[None]:
+    """What the system has no more of is for people to grant."""
     try:
-        return [ProcessMover(task) for _ in range(count)]
-    finally:
-        os.close(region.descriptor)  # each mover has its own
+        yield
+    except OSError as error:
+        raise InvalidInputError(
+            f"processes: expected files and memory for their start, found {error}. Raise "
+            f"the limit, as with ulimit -n. {_REMEDY}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +121,7 @@ class Task:
     region: Region
     threads: int
     lookups: int
+    collector: Collector | None
 
 
 class ThreadMover:
@@ -109,17 +138,22 @@ class ThreadMover:
     def start(self) -> socket.socket:
         """Start the threads."""
         ours, theirs = _socket_pair()
-        mover = Mover(
-            theirs,
-            self._perform,
-            threads=self._threads,
-            lookups=self._lookups,
-            name=self._name,
-        )
-        self._thread = threading.Thread(
-            target=mover.serve, name=f"{self._name}-reader", daemon=True
-        )
-        self._thread.start()
+        with contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            undo.callback(theirs.close)
+            mover = Mover(
+                theirs,
+                self._perform,
+                threads=self._threads,
+                lookups=self._lookups,
+                name=self._name,
+            )
+            thread = threading.Thread(
+                target=mover.serve, name=f"{self._name}-reader", daemon=True
+            )
+            thread.start()
+            self._thread = thread
+            undo.pop_all()
         return ours
 
     def kill(self) -> bool:
@@ -144,33 +178,36 @@ class ProcessMover:
 
         Raises:
             InvalidInputError: the task cannot be handed to a process.
+            OSError: no descriptor or memory is left for it.
         """
         self._process: subprocess.Popen[bytes] | None = None
+        self._task = -1
         self._region = os.dup(task.region.descriptor)
-        region = replace(task.region, descriptor=self._region)
-        try:
-            pickled = pickle.dumps(replace(task, region=region))
-        except Exception as error:  # whatever an option's own class raises
-            os.close(self._region)
-            raise InvalidInputError(
-                "processes: expected storage_options that can be handed to a process, "
-                f'found {type(error).__name__}: {error}. Set "processes": 0 to transfer '
-                "on threads of the engine instead."
-            ) from error
-        # A file without a name, so that a restart needs nothing but its number.
-        self._task = os.memfd_create("kvstore-task", os.MFD_CLOEXEC)
-        with open(os.dup(self._task), "wb") as file:
-            file.write(pickled)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            region = replace(task.region, descriptor=self._region)
+            try:
+                pickled = pickle.dumps(replace(task, region=region))
+            except Exception as error:  # whatever an option's own class raises
+                raise InvalidInputError(
+                    "processes: expected storage_options that can be handed to a process, "
+                    f"found {type(error).__name__}: {error}. {_REMEDY}"
+                ) from error
+            # A file without a name, so that a restart needs nothing but its number.
+            self._task = os.memfd_create("kvstore-task", os.MFD_CLOEXEC)
+            os.fchmod(self._task, 0o400)  # credentials may be in it
+            with open(self._task, "wb", closefd=False) as file:
+                file.write(pickle.dumps(_module_path()) + pickled)
+            undo.pop_all()
 
     def start(self) -> socket.socket:
         """Start the process; it takes its parts when it is ready."""
         ours, theirs = _socket_pair()
-        modules = ":".join(folder or os.getcwd() for folder in sys.path)
         numbers = [theirs.fileno(), self._task, os.getpid()]
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN, *map(str, numbers), modules],
+                [sys.executable, "-P", "-c", _MAIN, *map(str, numbers)],
                 pass_fds=(theirs.fileno(), self._task, self._region),
                 stdin=subprocess.DEVNULL,
             )
@@ -209,11 +246,27 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
     return pair
 
 
-def main() -> None:
-    """The life of a mover's process."""
-    channel, task_descriptor, engine = map(int, sys.argv[1:])
-    os.lseek(task_descriptor, 0, os.SEEK_SET)
-    with open(task_descriptor, "rb") as file:
+def _module_path() -> list[str]:
+    """Where modules are found, wherever a later start finds itself.
+
+    Entries that are no strings are Python's to ignore. Names of nothing that is there may
+    mean something to an import hook, and stay as they are.
+    """
+    folders = []
+    entries: list[object] = [*sys.path]
+    for entry in entries:
+        if not isinstance(entry, str):
+            continue
+        there = not entry or os.path.exists(entry)
+        with contextlib.suppress(OSError):  # the current folder is gone
+            folders.append(os.path.abspath(entry) if there else entry)
+    return folders
+
+
+def main(file: BinaryIO) -> None:
+    """The life of a mover's process. What is left in `file` is its task."""
+    channel, _, engine = map(int, sys.argv[1:])
+    with file:
         task: Task = pickle.load(file)
     rows = task.region.map()
     populating = threading.Thread(target=populate, args=(rows,), daemon=True)
@@ -223,7 +276,7 @@ def main() -> None:
     os.nice(NICE)
     mover = Mover(
         socket.socket(fileno=channel),
-        Transfer(task.blocks, rows),
+        Transfer(task.blocks, rows, task.collector),
         threads=task.threads,
         lookups=task.lookups,
         name="kvstore-mover",

@@ -15,6 +15,10 @@ from typing import Any, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from kvstore.errors import InvalidInputError, shown
 
+MAX_NUMBER = 86_400
+"""More seconds, threads, heads or values than anything here has a use for. Some waits of
+Python's overflow beyond any sensible time."""
+
 
 class Record:
     """Base of the frozen dataclasses that are written to, and read from, JSON."""
@@ -43,10 +47,19 @@ class Record:
         values = {}
         for name, kind in _kinds(cast(Hashable, cls)).items():
             if name in data:
-                values[name] = _from_json(data[name], kind, f"{where}.{name}")
+                values[name] = parse(data[name], kind, f"{where}.{name}")
             elif known[name].default is MISSING:
                 raise InvalidInputError(f"{where}.{name}: expected a value, found none")
         return cls(**values)
+
+    def _parse_fields(self, where: str) -> None:
+        """Refuse what `from_dict` would refuse; a list becomes a tuple.
+
+        For records in documents that engines share: what one writes, all must read.
+        """
+        for name, kind in _kinds(cast(Hashable, type(self))).items():
+            value = parse(getattr(self, name), kind, f"{where}.{name}")
+            object.__setattr__(self, name, value)
 
 
 def refuse_unknown(
@@ -88,26 +101,39 @@ def _to_json(value: Any) -> Any:
     return value
 
 
-def _from_json(value: Any, kind: Any, where: str) -> Any:
+def parse(value: Any, kind: Any, where: str) -> Any:
+    """`value`, if it is exactly of this type: one that a field of a record may have.
+
+    Raises:
+        InvalidInputError: it is not.
+    """
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in get_args(kind):
             return None
         (kind,) = (arg for arg in get_args(kind) if arg is not type(None))
-        return _from_json(value, kind, where)
+        return parse(value, kind, where)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise InvalidInputError(f"{where}: expected a list, found {shown(value)}")
         item = get_args(kind)[0]
-        return tuple(_from_json(v, item, f"{where}[{i}]") for i, v in enumerate(value))
+        return tuple(parse(v, item, f"{where}[{i}]") for i, v in enumerate(value))
     if isinstance(kind, type) and issubclass(kind, Record):
-        return kind.from_dict(value, where=where)
+        return value if type(value) is kind else kind.from_dict(value, where=where)
     if origin is dict:
         if not isinstance(value, dict):
-            raise InvalidInputError(f"{where}: expected an object, found {shown(value)}")
+            # Not what: it may be options, credentials and all, in a string.
+            raise InvalidInputError(
+                f"{where}: expected an object, found {type(value).__name__}"
+            )
         return value
     if kind is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise InvalidInputError(
+                f"{where}: expected a float, found {shown(value)}"
+            ) from None
     if type(value) is not kind:
         raise InvalidInputError(f"{where}: expected {kind.__name__}, found {shown(value)}")
     return value

@@ -7,6 +7,7 @@ moves blocks without a copy, and without the engine's interpreter.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import re
@@ -20,9 +21,15 @@ from kvstore.transfer import Rows
 
 _MAPPING = re.compile(
     r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) rw-s (?P<offset>[0-9a-f]+) "
-    r"(?P<device>[0-9a-f]+:[0-9a-f]+) (?P<inode>\d+) +(?P<path>/.*)",
+    r"(?P<major>[0-9a-f]+):(?P<minor>[0-9a-f]+) (?P<inode>\d+) +(?P<path>/.*)",
     re.DOTALL,
 )
+_File = tuple[int, int, int]
+"""What tells one file from all others: its device's two numbers, and its inode's."""
+
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What is no answer: with a descriptor or memory more, the file could be opened."""
+
 _POPULATE_WRITE = 23
 """`MADV_POPULATE_WRITE`, since Linux 5.14."""
 
@@ -48,18 +55,29 @@ class Region:
     def of(cls, rows: Rows) -> Region | None:
         """Where `rows` lie; None unless it is one shared mapping of a file that this
         process may open. The caller closes the descriptor.
+
+        That it is the same file is proved by device and inode, and not by writing to it,
+        since rows may be in use. Where a file system tells two numbers for one device, as
+        btrfs and overlayfs do, nothing is proved, and the answer is None.
+
+        Raises:
+            OSError: no descriptor or memory is left to find out.
         """
         start: int = rows.ctypes.data
         stop = start + (len(rows) - 1) * rows.strides[0] + rows.shape[1]
         found = _mapping(start, stop)
         if found is None:
             return None
-        path, inode, offset = found
+        path, file, offset = found
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
+        except OSError as error:
+            if error.errno in _SCARCE:
+                raise
             return None  # its name is gone, or not ours to open
-        if os.fstat(descriptor).st_ino != inode:
+        status = os.fstat(descriptor)
+        device = status.st_dev
+        if (os.major(device), os.minor(device), status.st_ino) != file:
             os.close(descriptor)
             return None
         return cls(descriptor, offset, rows.shape, rows.strides)
@@ -85,12 +103,12 @@ def populate(rows: Rows) -> None:
             return
 
 
-def _mapping(start: int, stop: int) -> tuple[str, int, int] | None:
-    """Path and inode of the file that holds these addresses, and the offset of the first.
+def _mapping(start: int, stop: int) -> tuple[str, _File, int] | None:
+    """Path and identity of the file that holds these addresses, and the first's offset.
 
     One mapping may be listed in pieces: the kernel splits it where its flags differ.
     """
-    found: tuple[str, int, int] | None = None
+    found: tuple[str, _File, int] | None = None
     covered = start
     # Names are any bytes; the kernel escapes nothing in them but the end of a line.
     for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")[:-1]:
@@ -100,7 +118,8 @@ def _mapping(start: int, stop: int) -> tuple[str, int, int] | None:
         match = _MAPPING.fullmatch(line)
         if match is None:
             return None
-        at = (match["path"], int(match["inode"]), int(match["offset"], 16) - first)
+        file = (int(match["major"], 16), int(match["minor"], 16), int(match["inode"]))
+        at = (match["path"], file, int(match["offset"], 16) - first)
         if found is not None and found != at:
             return None
         found = at

@@ -13,28 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import InvalidInputError
-from kvstore.storage_options import refuse_for_obstore
+from kvstore.storage_options import S3_KINDS, refuse_for_obstore, require_http
 
-_OPTIONS = (
-    "anon",
-    "client_kwargs",
-    "config_kwargs",
-    "endpoint_url",
-    "key",
-    "profile",
-    "requester_pays",
-    "s3_additional_kwargs",
-    "secret",
-    "token",
-)
-_CLIENT = ("endpoint_url", "region_name", "verify")
-_CONFIG = ("s3",)
-_CONFIG_S3 = ("addressing_style", "payload_signing_enabled", "use_dualstack_endpoint")
 _ADDITIONAL = {
     "BucketKeyEnabled": "sse_bucket_key_enabled",
     "SSEKMSKeyId": "sse_kms_key_id",
     "ServerSideEncryption": "server_side_encryption",
 }
+
+_CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
 
 _CREDENTIALS_LAST = timedelta(minutes=5)
 """After this time botocore is asked again; it refreshes those that expire before it."""
@@ -47,7 +34,10 @@ def s3_arguments(bucket: str, options: Mapping[str, Any]) -> dict[str, Any]:
         InvalidInputError: an option cannot be honoured, or there are no credentials.
         ImportError: botocore is not installed.
     """
-    client_kwargs, s3, additional = _nested(options)
+    refuse_for_obstore(options, S3_KINDS, "storage_options")
+    client_kwargs = options.get("client_kwargs") or {}
+    s3 = (options.get("config_kwargs") or {}).get("s3") or {}
+    additional = options.get("s3_additional_kwargs") or {}
     from botocore import UNSIGNED
     from botocore.config import Config
     from botocore.session import Session
@@ -68,9 +58,9 @@ def s3_arguments(bucket: str, options: Mapping[str, Any]) -> dict[str, Any]:
         "s3",
         region_name=client_kwargs.get("region_name"),
         endpoint_url=options.get("endpoint_url") or client_kwargs.get("endpoint_url"),
-        config=Config(signature_version=UNSIGNED if anonymous else "s3v4", s3=s3),
+        config=Config(signature_version=UNSIGNED if anonymous else "s3v4", s3=dict(s3)),
     )
-    endpoint = client.meta.endpoint_url.rstrip("/")
+    endpoint = require_http(client.meta.endpoint_url, "the environment's endpoint of S3")
     # Whether the bucket is part of the host name is told by an object's URL.
     url = client.generate_presigned_url("get_object", {"Bucket": bucket, "Key": "key"})
     if virtual := f"://{bucket}." in url:
@@ -98,29 +88,61 @@ def s3_arguments(bucket: str, options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _nested(
-    options: Mapping[str, Any],
-) -> tuple[Mapping[str, Any], dict[str, Any], Mapping[str, Any]]:
-    """`client_kwargs`, the `s3` of `config_kwargs`, and `s3_additional_kwargs`."""
-    where = "storage_options"
-    refuse_for_obstore(options, _OPTIONS, where)
-    client_kwargs = options.get("client_kwargs") or {}
-    refuse_for_obstore(client_kwargs, _CLIENT, f"{where}.client_kwargs")
-    config = options.get("config_kwargs") or {}
-    refuse_for_obstore(config, _CONFIG, f"{where}.config_kwargs")
-    s3 = config.get("s3") or {}
-    refuse_for_obstore(s3, _CONFIG_S3, f"{where}.config_kwargs.s3")
-    additional = options.get("s3_additional_kwargs") or {}
-    refuse_for_obstore(additional, _ADDITIONAL, f"{where}.s3_additional_kwargs")
-    return client_kwargs, dict(s3), additional
+_SOURCES = {
+    "env": "environment variables",
+    "shared-credentials-file": "the shared credentials file",
+    "config-file": "the config file",
+    "iam-role": "the machine's role",
+    "container-role": "the container's role",
+    "assume-role": "an assumed role",
+    "assume-role-with-web-identity": "a web identity",
+    "sso": "single sign-on",
+    "custom-process": "a process of the config file",
+}
+
+
+def s3_source(options: Mapping[str, Any]) -> str:
+    """Where credentials come from, without a word of them.
+
+    Raises:
+        ImportError: botocore is not installed.
+    """
+    from botocore.session import Session
+
+    if options.get("anon"):
+        return "none: anonymous"
+    if options.get("key"):
+        return "storage_options"
+    session = Session(profile=options.get("profile"))
+    credentials = session.get_credentials()
+    if credentials is None:
+        return "none were found"
+    source = _SOURCES.get(credentials.method, str(credentials.method))
+    profile = session.get_config_variable("profile")
+    return f"{source}, profile {profile}" if profile else source
 
 
 def _certificates(client_kwargs: Mapping[str, Any], bundle: str | None) -> dict[str, Any]:
     verify = client_kwargs.get("verify")
     if verify is False:
         return {"allow_invalid_certificates": True}
-    path = verify if isinstance(verify, str) else bundle
-    return {"root_certificate": Path(path).read_bytes()} if path else {}
+    given = isinstance(verify, str)
+    path = verify if given else bundle
+    if not path:
+        return {}
+    where = "storage_options.client_kwargs.verify" if given else "AWS_CA_BUNDLE"
+    try:
+        certificates = Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidInputError(
+            f"{where}: expected a file of certificates that can be read, found {path!r}: "
+            f"{error.strerror}"
+        ) from error
+    if _CERTIFICATE not in certificates:
+        raise InvalidInputError(
+            f"{where}: expected certificates in PEM format, found none in {path!r}"
+        )
+    return {"root_certificate": certificates}
 
 
 def _provider(credentials: Any) -> Callable[[], dict[str, Any]]:

@@ -22,16 +22,18 @@ from kvstore.blocks import Blocks, Stored
 from kvstore.buffers import readable, writable
 from kvstore.codecs import Codec, parse_codec
 from kvstore.config import Config, require_proof
+from kvstore.conversion import only_reordered
+from kvstore.converted import ConvertedBlocks
 from kvstore.errors import DamagedBlockError, InvalidInputError, LayoutMismatchError
 from kvstore.filesystem import ClientName, Filesystem
 from kvstore.layout import Layout
 from kvstore.memory import Memory
 from kvstore.namespace import Namespace
-from kvstore.paths import isolated_path, namespace_path
+from kvstore.paths import isolated_path, namespace_path, require_key
 
 logger = logging.getLogger(__name__)
 
-OnMismatch = Literal["reject", "isolate"]
+OnMismatch = Literal["reject", "isolate", "convert"]
 
 
 class BlockStore:
@@ -39,22 +41,32 @@ class BlockStore:
 
     Attributes:
         url: the group's URL, which any Zarr tool can open.
-        layout, config: what every block is, and what names the namespace.
+        path: the same, relative to the root.
+        layout, config: what every block is to the engine, and what names the namespace.
         local: whether the blocks lie in a folder of this machine.
+        read_only: whether `store` and `delete` are refused.
         shared: whether other processes see the same blocks under this URL.
         blocks, memory: the steps on storage, and what this process has learnt: for whoever
             runs the steps elsewhere, as vLLM's tier does.
     """
 
-    def __init__(self, filesystem: Filesystem, namespace: Namespace, codec: Codec) -> None:
+    def __init__(
+        self, filesystem: Filesystem, namespace: Namespace, codec: Codec, layout: Layout
+    ) -> None:
         """Records or compares the documents. Callers use `open`."""
         namespace.claim()
         self.config = namespace.config
-        self.layout = namespace.layout
-        self.url = filesystem.place(namespace.path)
+        self.layout = layout
+        self.path = namespace.path
+        self.url = filesystem.place(self.path)
         self.local = filesystem.local
+        self.read_only = filesystem.read_only
         self.shared = filesystem.shared
-        self.blocks = Blocks(filesystem, namespace, codec)
+        self.blocks = (
+            Blocks(filesystem, namespace, codec)
+            if layout == namespace.layout
+            else ConvertedBlocks(filesystem, namespace, codec, layout)
+        )
         self.memory = Memory()
         logger.info("opened %s with axes %s", self.url, self.layout.axes)
 
@@ -72,9 +84,15 @@ class BlockStore:
         on_mismatch: OnMismatch = "reject",
         codec: Codec = "none",
         timeout: float = 30.0,
+        fsync: bool = False,
+        read_only: bool = False,
         provenance: Mapping[str, str] | None = None,
     ) -> BlockStore:
         """Open a namespace, making it if it is not there. Lists nothing.
+
+        With `read_only` nothing is made nor written, here or later. Config and layout are
+        compared where they are recorded; where they are not, the store opens, and each
+        block still proves itself.
 
         Args:
             url: the root: any fsspec URL, or a bare local path.
@@ -85,50 +103,81 @@ class BlockStore:
             storage_options: what the URL's fsspec filesystem takes.
             client: `obstore` or `fsspec`: what talks to S3 and Google Cloud Storage.
             on_mismatch: `reject` raises; `isolate` opens a namespace that only this
-                layout uses, and says so in the log.
+                layout uses, and says so in the log; `convert` puts each block into the
+                order of `layout` where nothing but the order of the axes differs, and
+                raises otherwise.
             codec: how new blocks are written; those of every codec are read.
             timeout: seconds that one request to an object store may take.
+            fsync: whether a block in a local folder survives a power failure once it is
+                stored. Otherwise it may be found damaged after one, and is never served.
+            read_only: for those who only load: `store` and `delete` are refused.
             provenance: who writes, for people; recorded, never compared.
 
         Raises:
             InvalidInputError: an argument cannot be used.
             LayoutMismatchError: another layout or config is recorded there.
             FormatError: what is recorded there cannot be read.
-            StorageError: the root cannot be read, written and deleted from.
+            StorageError: the root cannot be read or, but with `read_only`, written and
+                deleted from.
         """
         if on_mismatch not in (choices := get_args(OnMismatch)):
             raise InvalidInputError(
                 f"on_mismatch: expected one of {choices}, found {on_mismatch!r}"
             )
         codec = parse_codec(codec)
+        _require(config, Config, "config")
+        _require(layout, Layout, "layout")
+        _require(provenance or {}, Mapping, "provenance")
+        for name, said in (provenance or {}).items():
+            _require(name, str, "provenance")
+            _require(said, str, f"provenance.{name}")
         require_proof(config, layout)
-        filesystem = Filesystem(url, storage_options, client=client, timeout=timeout)
+        filesystem = Filesystem(
+            url,
+            storage_options,
+            client=client,
+            timeout=timeout,
+            fsync=fsync,
+            read_only=read_only,
+        )
         filesystem.probe()
 
-        def at(folder: str) -> BlockStore:
-            namespace = Namespace(
+        def at(folder: str, stored: Layout) -> Namespace:
+            return Namespace(
                 filesystem,
                 folder,
                 config,
-                layout,
+                stored,
                 rank=rank,
                 group=group,
                 provenance={"kvstore": __version__, **(provenance or {})},
             )
-            return cls(filesystem, namespace, codec)
 
+        namespace = at(namespace_path(config), layout)
         try:
-            return at(namespace_path(config))
+            return cls(filesystem, namespace, codec, layout)
         except LayoutMismatchError as error:
             if on_mismatch == "reject":
                 raise
+            if on_mismatch == "convert":
+                stored = namespace.recorded_layout()
+                if stored is None or not only_reordered(layout, stored):
+                    raise
+                require_proof(config, stored)
+                logger.warning(
+                    "blocks at %s have their axes in the order %s, and are converted to %s",
+                    filesystem.place(namespace.path),
+                    stored.axes,
+                    layout.axes,
+                )
+                return cls(filesystem, at(namespace_path(config), stored), codec, layout)
             isolated = isolated_path(config, layout.digest)
             logger.warning(
                 "%s Opening %s instead.",
                 str(error).rpartition("\n")[0],
                 filesystem.place(isolated),
             )
-            return at(isolated)
+            return cls(filesystem, at(isolated, layout), codec, layout)
 
     # ---- blocks
 
@@ -142,6 +191,7 @@ class BlockStore:
         Raises:
             StorageError: storage could not tell. This is not "absent".
         """
+        require_key(key)
         if self.memory.was_damaged_lately(key):
             return False
         try:
@@ -171,6 +221,7 @@ class BlockStore:
             DamagedBlockError: the block is there but did not hold its proof.
             StorageError: storage failed; nothing was deleted.
         """
+        require_key(key)
         try:
             with writable(buffer, self.layout.nbytes) as payload:
                 proof = self.blocks.load(key, payload, self.memory.recall(key))
@@ -194,11 +245,13 @@ class BlockStore:
             Whether anything was written.
 
         Raises:
+            InvalidInputError: the buffer is not one block's, or the store is `read_only`.
             StorageError: storage failed. The block is as it was, or, where a damaged one
                 was being replaced in an object store, still damaged.
             LayoutMismatchError: the folders were removed meanwhile, and another engine
                 has recorded another layout there.
         """
+        require_key(key)
         with readable(buffer, self.layout.nbytes) as payload:
             suspect = self.memory.is_damaged(key)
             stored, _ = self.blocks.store(key, payload, suspect=suspect)
@@ -206,7 +259,8 @@ class BlockStore:
         return stored is not Stored.KEPT
 
     def delete(self, key: bytes) -> None:
-        """Remove the block, if it is there."""
+        """Remove the block, if it is there; refused where `read_only`."""
+        require_key(key)
         self.memory.forget(key)
         self.blocks.delete(key)
 
@@ -222,6 +276,13 @@ class BlockStore:
         """Remember that a block did not hold its proof, and say so."""
         self.memory.note_damage(key)
         logger.warning("damaged block, to be repaired by its next store: %s", problem)
+
+
+def _require(value: object, kind: type[Any], name: str) -> None:
+    if not isinstance(value, kind):
+        raise InvalidInputError(
+            f"{name}: expected {kind.__name__}, found {type(value).__name__}"
+        )
 
 
 class _Absent(Exception):

@@ -9,16 +9,18 @@ from __future__ import annotations
 import os
 import re
 
-from kvstore.errors import InvalidInputError
+from kvstore.errors import InvalidInputError, shown
 
 _LOCAL = ("file", "local")
 _BUCKETS = ("s3", "s3a", "gs", "gcs")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""Also what breaks or turns a line elsewhere than in ASCII."""
+
 _ONE_SLASH = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/(?!/)")
 
 
 def safe_url(url: str) -> str:
-    """`url` without user, password and query, for messages and logs.
+    """`url` without user, password, query and fragment, for messages and logs.
 
     A secret may itself hold slashes and @. A local path is shown as it is: whatever looks
     like a user or a query there is a name.
@@ -29,7 +31,7 @@ def safe_url(url: str) -> str:
     host = re.split("[/?]", rest, maxsplit=1)[0]
     if "@" in rest and (":" in host or "@" in host):
         rest = "***@" + rest.rpartition("@")[2]
-    return f"{protocol}://{rest.split('?', 1)[0]}"
+    return f"{protocol}://{re.split('[?#]', rest, maxsplit=1)[0]}"
 
 
 def parse_url(url: str | os.PathLike[str]) -> tuple[str, str]:
@@ -38,15 +40,19 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str]:
     Raises:
         InvalidInputError: not a URL whose folder can be a root.
     """
-    text = os.fspath(url)
+    if not isinstance(given := _fspath(url), str):
+        raise InvalidInputError(
+            f"url: expected a str or path, found {type(given).__name__}"
+        )
+    text = given
     if not text.strip():
-        raise InvalidInputError(f"url: expected a URL or path, found {text!r}")
-    shown = safe_url(text)
-    if _CONTROL.search(text):
-        raise InvalidInputError(f"url: control characters in {shown!r}")
+        raise InvalidInputError(f"url: expected a URL or path, found {shown(text)}")
+    safe = shown(safe_url(text))
+    if _CONTROL.search(text) or not _has_bytes(text):
+        raise InvalidInputError(f"url: control characters in {safe}")
     if "::" in text:
         raise InvalidInputError(
-            f"url: chained URLs are not supported, found {shown!r}: a cache or archive "
+            f"url: chained URLs are not supported, found {safe}: a cache or archive "
             "in between could serve what was never published. Give the last URL alone."
         )
     protocol, separator, path = text.partition("://")
@@ -54,41 +60,61 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str]:
         scheme = text.partition(":")[0]
         raise InvalidInputError(
             "url: expected protocol://…, or a path without a protocol, found one that "
-            f"begins with {scheme + ':'!r} and has not two slashes there"
+            f"begins with {shown(scheme + ':')} and has not two slashes there"
         )
     if not separator:
-        return "file", "file://" + _local_root(text, shown)
+        return "file", "file://" + _local_root(text, safe)
     protocol = protocol.lower()
     if protocol in _LOCAL:
         if not path.startswith("/"):
             raise InvalidInputError(
-                f"url: expected an absolute path (file:///folder), found {shown!r}"
+                f"url: expected an absolute path (file:///folder), found {safe}"
             )
-        return "file", "file://" + _local_root(path, shown)
+        return "file", "file://" + _local_root(path, safe)
     if "?" in path or "#" in path:
         raise InvalidInputError(
-            f"url: expected no query or fragment, found {shown!r}. "
+            f"url: expected no query or fragment, found {safe}. "
             "Settings belong in storage_options."
         )
     parts = [part for part in path.split("/") if part]
     if protocol in _BUCKETS and (not parts or {"@", ":"} & set(parts[0])):
         raise InvalidInputError(
-            f"url: expected a bucket ({protocol}://bucket/folder), found {shown!r}. "
+            f"url: expected a bucket ({protocol}://bucket/folder), found {safe}. "
             "Credentials belong in storage_options or the environment."
         )
-    if parts and re.search(":[^@]*@", parts[0]):
+    if parts and _has_password(parts):
         raise InvalidInputError(
-            f"url: expected no password, found {shown!r}. Credentials belong in "
+            f"url: expected no password, found {safe}. Credentials belong in "
             "storage_options or the environment."
         )
     if {".", ".."} & set(parts):
-        raise InvalidInputError(f"url: expected no '.' or '..' in {shown!r}")
+        raise InvalidInputError(f"url: expected no '.' or '..' in {safe}")
     return protocol, f"{protocol}://" + "/".join(parts)
 
 
-def _local_root(path: str, shown: str) -> str:
+def _has_bytes(text: str) -> bool:
+    """Whether a name can be made of it: JSON may hold halves of characters."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _has_password(parts: list[str]) -> bool:
+    """Whether `user:password@` comes first. A password may itself hold slashes."""
+    if re.search(":[^@]*@", parts[0]):
+        return True
+    return bool(re.search(r":(?!\d*$)", parts[0])) and any("@" in part for part in parts)
+
+
+def _fspath(url: object) -> object:
+    return url.__fspath__() if isinstance(url, os.PathLike) else url
+
+
+def _local_root(path: str, safe: str) -> str:
     # POSIX lets two leading slashes mean something else; here they never do.
     root = "/" + os.path.abspath(os.path.expanduser(path)).lstrip("/")
     if root == os.path.sep:
-        raise InvalidInputError(f"url: expected a folder below /, found {shown!r}")
+        raise InvalidInputError(f"url: expected a folder below /, found {safe}")
     return root

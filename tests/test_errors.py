@@ -38,8 +38,12 @@ EXAMPLES: list[tuple[KVStoreError, dict[str, Any]]] = [
         {"place": "s3://b/ns/zarr.json", "problem": "expected JSON, found {"},
     ),
     (
-        DamagedBlockError("s3://b/ns/c.0", "expected 8 bytes, found 4"),
-        {"place": "s3://b/ns/c.0", "problem": "expected 8 bytes, found 4"},
+        DamagedBlockError("s3://b/ns/c.0", "expected 8 bytes, found 4", "wrong-length"),
+        {
+            "place": "s3://b/ns/c.0",
+            "problem": "expected 8 bytes, found 4",
+            "damage": "wrong-length",
+        },
     ),
     (UnsupportedVersionError("found vllm 0.1"), {}),
     *(

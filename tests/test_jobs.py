@@ -7,6 +7,7 @@ import itertools
 import pickle
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from work import (
     DONE,
     NAME,
     PATIENCE,
-    End,
     Work,
     descriptors,
     end,
@@ -31,23 +31,30 @@ from work import (
     until,
 )
 
+from kvstore import jobs
 from kvstore.arrays import make_proof
+from kvstore.capacity import Room
 from kvstore.errors import InvalidInputError
-from kvstore.jobs import DIED, PART_KEYS, Job, JobRunner, Outcome
-from kvstore.links import MAX_PAUSE, Link
-from kvstore.mover import (
+from kvstore.job import NO_ROOM, Job, Outcome
+from kvstore.jobs import DIED, NO_ROOM_IN_TIME, PART_KEYS, JobRunner
+from kvstore.links import DEEP, MAX_PAUSE, Link
+from kvstore.mover import LOADS_PER_STORE, WAITED, Mover
+from kvstore.parts import (
     FAILED,
-    LATE,
-    LOADS_PER_STORE,
+    INVALID,
     MAX_MESSAGE_BYTES,
+    UNKNOWN,
+    UPKEEP_SECONDS,
+    Answer,
     Hint,
-    Mover,
     Operation,
     Part,
     Reply,
 )
 from kvstore.paths import MAX_KEY_BYTES
 from kvstore.processes import ThreadMover
+
+UPKEEP: tuple[Operation, ...] = ("sweep", "collect", "touch")
 
 
 @pytest.fixture
@@ -66,8 +73,8 @@ def works() -> Iterator[list[Work]]:
         work.gate.set()
 
 
-def done(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
-    return DONE, None, None
+def done(operation: Operation, key: bytes, slot: int, hint: Hint) -> Answer:
+    return Answer(DONE)
 
 
 # ---- what runs
@@ -86,9 +93,9 @@ def test_every_key_is_run_with_its_own_slot(work: Work) -> None:  # A23
 def test_every_key_is_run_with_its_own_hint() -> None:
     told: list[tuple[bytes, Hint]] = []
 
-    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
+    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> Answer:
         told.append((key, hint))
-        return DONE, None, None
+        return Answer(DONE)
 
     with running(perform) as runner:
         runner.submit(Job(1, "load", (key(1), key(2)), (0, 1), (7, None)))
@@ -159,7 +166,7 @@ def test_so_many_keys_run_at_once_and_no_more(threads: int) -> None:
     at_once: list[int] = []
     now = 0
 
-    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
+    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> Answer:
         nonlocal now
         with lock:
             now += 1
@@ -167,7 +174,7 @@ def test_so_many_keys_run_at_once_and_no_more(threads: int) -> None:
         together.wait(PATIENCE)  # passes only with all threads inside
         with lock:
             now -= 1
-        return DONE, None, None
+        return Answer(DONE)
 
     with running(perform, threads=threads) as runner:
         runner.submit(job(1, *range(4 * threads)))
@@ -185,6 +192,23 @@ def test_lookups_do_not_wait_for_transfers(work: Work) -> None:
         [outcome] = ended(runner, 1)
         assert outcome.job.job_id == 2
         assert outcome.words == [DONE, DONE]
+
+
+@pytest.mark.parametrize("lookups", [1, 3])
+def test_neither_lookups_nor_collections_wait_for_touches(work: Work, lookups: int) -> None:
+    """In a bucket a touch is a write, and writes may hang while reads do not."""
+
+    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> Answer:
+        return work(operation, key, slot, hint) if operation == "touch" else Answer(DONE)
+
+    with running(perform, lookups=lookups) as runner:
+        runner.submit(Job(-2, "touch", tuple(map(key, range(9))), ()))
+        work.wait_for(1)
+        runner.submit(Job(-2, "collect", (key(0),), ()))
+        runner.submit(Job(2, "lookup", (key(3), key(4)), ()))
+        outcomes = ended(runner, 2)
+        assert {o.job.operation for o in outcomes} == {"collect", "lookup"}
+        work.gate.set()
 
 
 # ---- how jobs end
@@ -217,7 +241,7 @@ def test_exactly_the_keys_that_succeeded_are_told(work: Work) -> None:  # A27, A
 def test_keys_are_told_in_the_jobs_order_however_they_end() -> None:
     first_may_end = threading.Event()
 
-    def perform(operation: Operation, key_: bytes, slot: int, hint: Hint) -> End:
+    def perform(operation: Operation, key_: bytes, slot: int, hint: Hint) -> Answer:
         if key_ == key(1):
             return end(first_may_end.wait(PATIENCE))
         first_may_end.set()
@@ -260,12 +284,26 @@ def test_keys_and_slots_that_do_not_match_fail_as_a_whole(
         runner.drain()
         [outcome] = runner.finished()
         assert work.calls == []
-        assert outcome.words == [FAILED] * keys
+        assert outcome.words == [INVALID] * keys
         assert outcome.proofs == [None] * keys
-        assert outcome.problems == {0: f"{keys} keys for {slots} slots"}
+        assert outcome.problems == {0: f"{keys} keys for {slots} slots and 0 hints"}
         runner.submit(job(2, 1))
         runner.drain()
         assert [succeeded(o) for o in runner.finished()] == [(key(1),)]
+
+
+@pytest.mark.parametrize("operation", ["load", "store", "lookup"])
+@pytest.mark.parametrize("hints", [1, 3])
+def test_keys_and_hints_that_do_not_match_fail_as_a_whole(
+    work: Work, operation: Operation, hints: int
+) -> None:
+    with running(work) as runner:
+        runner.submit(Job(1, operation, (key(1), key(2)), (1, 2), (None,) * hints))
+        runner.drain()
+        [outcome] = runner.finished()
+    assert work.calls == []
+    assert outcome.words == [INVALID] * 2
+    assert outcome.problems == {0: f"2 keys for 2 slots and {hints} hints"}
 
 
 class Panic(BaseException):
@@ -288,10 +326,10 @@ class Panic(BaseException):
 def test_what_is_raised_fails_its_key_alone(  # A13
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def perform(operation: Operation, key_: bytes, slot: int, hint: Hint) -> End:
+    def perform(operation: Operation, key_: bytes, slot: int, hint: Hint) -> Answer:
         if key_ == key(2):
             raise error
-        return DONE, None, None
+        return Answer(DONE)
 
     with running(perform) as runner:
         threads = threads_alive()
@@ -313,7 +351,7 @@ def test_each_job_is_reported_once_to_whoever_asks() -> None:
     lock = threading.Lock()
     everything = threading.Event()
 
-    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
+    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> Answer:
         return end(slot % 20 == 0)
 
     def poll(runner: JobRunner) -> None:
@@ -394,8 +432,9 @@ def test_a_big_job_is_split_and_its_answers_keep_their_order(
     keys = tuple(n.to_bytes(MAX_KEY_BYTES) for n in range(count))
     proofs = tuple(make_proof(2**32 - 1 - n, "blosc") for n in range(count))
 
-    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
-        return str(slot), hint, f"problem {slot}" * 1000
+    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> Answer:
+        assert isinstance(hint, int)
+        return Answer(str(slot), hint, f"problem {slot}" * 1000)
 
     with running(*[perform] * movers, threads=2) as runner:
         runner.submit(Job(1, "load", keys, range(count), proofs))
@@ -432,18 +471,23 @@ class Fake:
 
     Attributes:
         ends: the mover's end of each start.
-        refusals: how many more starts fail.
+        refusals: how many more starts fail, and with what.
+        stubborn: whether it lives on when it is killed.
     """
 
     ready: bool = True
     ends: list[socket.socket] = field(default_factory=list)
     refusals: int = 0
+    refusal: Exception = field(
+        default_factory=lambda: OSError(11, "Resource temporarily unavailable")
+    )
     closed: bool = False
+    stubborn: bool = False
 
     def start(self) -> socket.socket:
         if self.refusals:
             self.refusals -= 1
-            raise OSError(11, "Resource temporarily unavailable")
+            raise self.refusal
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ends.append(theirs)
         if self.ready:
@@ -451,7 +495,9 @@ class Fake:
         return ours
 
     def reply(self, number: int, *words: str) -> None:
-        reply = Reply(number, words, [None] * len(words), {})
+        self.say(Reply(number, words, [None] * len(words), {}))
+
+    def say(self, reply: Reply) -> None:
         self.ends[-1].send(pickle.dumps(tuple(reply)))
 
     def take(self) -> Part:
@@ -459,6 +505,8 @@ class Fake:
         return Part(*pickle.loads(self.ends[-1].recv(MAX_MESSAGE_BYTES)))
 
     def kill(self) -> bool:
+        if self.stubborn:
+            return True
         for channel in self.ends:
             channel.close()
         return True
@@ -475,7 +523,21 @@ def fakes() -> Iterator[list[Fake]]:
     fakes = [Fake(), Fake()]
     yield fakes
     for fake in fakes:
+        fake.stubborn = False
         fake.kill()
+
+
+def test_a_job_stays_whole_while_every_mover_has_enough_to_do(fakes: list[Fake]) -> None:
+    runner = JobRunner(fakes, deadline=600, grace=0)
+    runner.submit(job(1, *range(2 * DEEP * 10)))
+    assert [len(fake.take().keys) for fake in fakes] == [DEEP * 10] * 2
+    runner.submit(job(2, *range(10)))
+    assert sorted(len(link.parts) for link in runner._links) == [1, 2]
+    runner.submit(job(3, *range(40)))
+    assert sum(len(link.parts) for link in runner._links) == 5  # dealt to both
+    for fake in fakes:
+        fake.kill()
+    runner.shutdown()
 
 
 def test_a_mover_that_does_not_read_holds_nobody_up(fakes: list[Fake]) -> None:
@@ -507,6 +569,57 @@ def test_replies_that_nobody_reads_hold_nobody_up() -> None:
     assert all(len(succeeded(outcome)) == 1 for outcome in outcomes)
 
 
+def test_lookups_that_ended_are_reported_though_others_of_their_job_take_long(
+    fakes: list[Fake],
+) -> None:
+    """Within one mover, and of another one. Each key once."""
+    runner = JobRunner(fakes, deadline=600, grace=600)
+    runner.submit(Job(5, "lookup", tuple(map(key, range(6))), ()))
+    slow, quick = (fake.take() for fake in fakes)
+    fakes[1].reply(quick.number, *[DONE] * 3)
+    first = Reply(slow.number, [UNKNOWN, FAILED, DONE], [None] * 3, {1: "EIO"}, (), False)
+    fakes[0].say(first)
+    outcomes = ended(runner, 1)
+    while sum(len(outcome.words) for outcome in outcomes) < 5:
+        outcomes += ended(runner, 1)
+    assert all(outcome.job.job_id == 5 for outcome in outcomes)
+    told = {k: w for o in outcomes for k, w in zip(o.job.keys, o.words, strict=True)}
+    assert told == {
+        slow.keys[1]: FAILED,
+        slow.keys[2]: DONE,
+        **dict.fromkeys(quick.keys, DONE),
+    }
+    [(outcome, i)] = [(o, i) for o in outcomes for i in o.problems]
+    assert (outcome.job.keys[i], outcome.problems[i]) == (slow.keys[1], "EIO")
+    fakes[0].reply(slow.number, DONE, FAILED, DONE)
+    fakes[0].say(first)  # news that its end has overtaken
+    [last] = ended(runner, 1)
+    assert (last.job.keys, last.words) == ([slow.keys[0]], [DONE])
+    runner.drain()
+    assert runner.finished() == []
+    for fake in fakes:
+        fake.kill()
+    runner.shutdown()
+
+
+def test_of_lookups_that_are_lost_only_those_fail_that_were_not_told(
+    fakes: list[Fake],
+) -> None:
+    fake = fakes[0]
+    runner = JobRunner([fake], deadline=600, grace=600)
+    runner.submit(Job(5, "lookup", (key(1), key(2), key(3)), ()))
+    number = fake.take().number
+    fake.say(Reply(number, [DONE, UNKNOWN, UNKNOWN], [None] * 3, {}, (), False))
+    [told] = ended(runner, 1)
+    assert (told.job.keys, told.words) == ([key(1)], [DONE])
+    fake.kill()
+    [lost] = ended(runner, 1)
+    assert (lost.job.keys, lost.words) == ([key(2), key(3)], [FAILED, FAILED])
+    assert lost.problems == {0: DIED}
+    fake.kill()
+    runner.shutdown()
+
+
 # ---- the deadline
 
 
@@ -530,7 +643,7 @@ def test_keys_that_wait_past_the_deadline_fail_without_running(work: Work) -> No
         [outcome] = ended(runner, 1)
         assert outcome.job.job_id == 2
         assert succeeded(outcome) == ()
-        assert set(outcome.problems.values()) == {LATE}
+        assert set(outcome.problems.values()) == {WAITED}
     assert work.keys == [key(1)]
 
 
@@ -545,12 +658,12 @@ def test_a_job_whose_key_still_runs_is_not_reported(work: Work) -> None:
         [outcome] = ended(runner, 1)
     assert outcome.job.job_id == 1
     assert succeeded(outcome) == (key(1),)
-    assert outcome.problems == {1: LATE}
+    assert outcome.problems == {1: WAITED}
     assert work.keys == [key(1)]
 
 
 def test_loads_stores_and_lookups_that_wait_are_all_given_up(work: Work) -> None:
-    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
+    def perform(operation: Operation, key: bytes, slot: int, hint: Hint) -> Answer:
         return work("load" if operation == "lookup" else operation, key, slot, hint)
 
     with running(perform, deadline=0.02) as runner:
@@ -598,7 +711,7 @@ def test_a_thread_that_hangs_is_told_once(
         [outcome] = ended(runner, 1)
     assert succeeded(outcome) == (key(1),)
     assert [r.getMessage() for r in caplog.records] == [
-        "a transfer takes more than 0 s on a thread, which nothing can end"
+        "a load is 0 s late: nothing can end its thread"
     ]
 
 
@@ -663,13 +776,36 @@ def test_a_mover_that_cannot_be_started_again_is_tried_again(
     fake.refusals = 1
     fake.kill()
     until(lambda: runner.finished() or len(fake.ends) == 2)
-    assert "cannot be started: [Errno 11] Resource temporarily" in caplog.text
+    assert "cannot be started: BlockingIOError: [Errno 11] Resource temp" in caplog.text
     runner.submit(job(1, 1))
     fake.reply(fake.take().number, DONE)
     [outcome] = ended(runner, 1)
     assert succeeded(outcome) == (key(1),)
     fake.kill()
     runner.shutdown()
+
+
+def test_a_start_may_raise_anything(
+    fakes: list[Fake], caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = fakes[0]
+    runner = JobRunner([fake], deadline=600, grace=600)
+    fake.refusals, fake.refusal = 1, TypeError("sequence item 0")
+    fake.kill()
+    until(lambda: runner.finished() or len(fake.ends) == 2)
+    assert "cannot be started: TypeError: sequence item 0" in caplog.text
+    fake.kill()
+    runner.shutdown()
+
+
+def test_a_mover_that_is_slow_to_be_ready_stops_the_start(
+    fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "START_SECONDS", 0.0)
+    fakes[0].ready = False
+    with pytest.raises(InvalidInputError, match="the others took more than 0 s, and what"):
+        JobRunner(fakes, deadline=600, grace=0)
+    assert all(fake.closed for fake in fakes)
 
 
 def test_a_mover_that_is_starting_again_gets_nothing_while_others_are_ready(
@@ -687,6 +823,72 @@ def test_a_mover_that_is_starting_again_gets_nothing_while_others_are_ready(
     assert fakes[0].take().keys == (key(4), key(5), key(6))
     for fake in fakes:
         fake.kill()
+    runner.shutdown()
+
+
+def test_a_mover_that_was_killed_gets_nothing_while_another_is_up(
+    fakes: list[Fake],
+) -> None:
+    runner = JobRunner(fakes, deadline=600, grace=600)
+    fakes[0].stubborn = True
+    runner.submit(job(1, 1, 2))
+    fakes[0].take()
+    fakes[1].reply(fakes[1].take().number, DONE)
+    assert runner.finished() == []
+    runner._look_after(time.monotonic() + 2000)
+    runner.submit(job(2, *range(3, 9)))
+    assert fakes[1].take().keys == tuple(key(n) for n in range(3, 9))
+    fakes[0].stubborn = False
+    for fake in fakes:
+        fake.kill()
+    runner.shutdown()
+
+
+def test_upkeep_that_takes_its_time_has_nobody_killed(
+    fakes: list[Fake], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sweep or a collection may be slow, and the mover has loads as well."""
+    fake = fakes[0]
+    runner = JobRunner([fake], deadline=60, grace=60)
+    for operation in UPKEEP:
+        runner.submit(Job(-2, operation, (key(1),), ()))
+        fake.take()
+    runner._look_after(time.monotonic() + 60 + UPKEEP_SECONDS - 10)
+    assert not caplog.records
+    runner.submit(job(1, 1))
+    runner._look_after(time.monotonic() + 130)
+    assert "a load is 60 s late: its process is killed" in caplog.text
+    runner.shutdown()
+
+
+@pytest.mark.parametrize("operation", UPKEEP)
+def test_upkeep_that_hangs_is_ended_and_has_failed(
+    fakes: list[Fake], caplog: pytest.LogCaptureFixture, operation: Operation
+) -> None:
+    """Else its owner would wait for good, and with a collection every store."""
+    runner = JobRunner(fakes[:1], deadline=60, grace=60)
+    runner.submit(Job(-2, operation, (key(1),), ()))
+    fakes[0].take()
+    runner._look_after(time.monotonic() + 60 + UPKEEP_SECONDS + 1)
+    [outcome] = ended(runner, 1)
+    assert outcome.job.operation == operation
+    assert (outcome.words, outcome.problems) == ([FAILED], {0: DIED})
+    assert f"a {operation} is 1800 s late: its process is killed" in caplog.messages
+    runner.shutdown()
+
+
+def test_stores_that_find_no_room_in_time_were_not_tried(fakes: list[Fake]) -> None:
+    """Whether their deadline passes, or nobody may touch a slot any more."""
+    room = Room(1000, 10)
+    runner = JobRunner(fakes[:1], deadline=600, grace=600, room=room)
+    runner.submit(job(1, 1, 2, operation="store"))
+    runner._look_after(time.monotonic() + 700)
+    runner.submit(job(2, 3, operation="store"))
+    runner.drain()
+    outcomes = runner.finished()
+    assert [outcome.words for outcome in outcomes] == [[NO_ROOM] * 2, [NO_ROOM]]
+    assert all(outcome.problems == {0: NO_ROOM_IN_TIME} for outcome in outcomes)
+    fakes[0].kill()
     runner.shutdown()
 
 
@@ -718,8 +920,8 @@ def test_a_start_that_fails_stops_with_its_remedy(fakes: list[Fake]) -> None:
     with pytest.raises(InvalidInputError) as caught:
         JobRunner(fakes, deadline=600, grace=0)
     assert str(caught.value) == (
-        "processes: expected 2 to start within 60 s, found 1; what the others said is "
-        'above. Set "processes": 0 to transfer on threads of the engine instead.'
+        "processes: expected 2 to start, found 1; the others did not live, and what they "
+        'said is above. Set "processes": 0 to transfer on threads of the engine instead.'
     )
     assert all(fake.closed for fake in fakes)
     assert all(fake.join(0) for fake in fakes)
@@ -747,6 +949,15 @@ def test_drain_returns_when_nothing_touches_a_slot_any_more(work: Work) -> None:
         thread.join()
         assert {outcome.job.job_id for outcome in runner.finished()} == {1, 2}
     assert len(work.calls) == 4
+
+
+def test_what_a_mover_said_before_it_was_killed_is_heard(fakes: list[Fake]) -> None:
+    runner = JobRunner(fakes[:1], deadline=600, grace=0)
+    runner.submit(job(1, 1))
+    fakes[0].reply(fakes[0].take().number, DONE)
+    runner.shutdown()
+    [outcome] = runner.finished()
+    assert succeeded(outcome) == (key(1),)
 
 
 def test_drain_without_jobs_returns_at_once(work: Work) -> None:
@@ -801,7 +1012,7 @@ def test_no_thread_and_no_file_is_left_after_shutdown(work: Work) -> None:
     before = descriptors()
     mover = ThreadMover(work, threads=4, lookups=2, name=NAME)
     runner = JobRunner([mover], deadline=600, grace=600)
-    assert sorted(threads_alive()) == [*(f"{NAME}-{i}" for i in range(6)), f"{NAME}-reader"]
+    assert sorted(threads_alive()) == [*(f"{NAME}-{i}" for i in range(8)), f"{NAME}-reader"]
     runner.submit(job(1, *range(20)))
     runner.drain()
     runner.shutdown()

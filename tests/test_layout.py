@@ -23,6 +23,7 @@ from kvstore.layout import (
 )
 from kvstore.packing import values
 from kvstore.paths import namespace_path
+from kvstore.records import Record
 
 # OPT-125M in float16, as vLLM's two model runners really laid it out.
 OPT_LAYERS = tuple(f"model.decoder.layers.{i}.self_attn.attn" for i in range(12))
@@ -458,6 +459,48 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_one() -> None:
 def test_a_malformed_field_is_refused(field: str, value: object, problem: str) -> None:
     with pytest.raises(InvalidInputError, match=problem):
         Layout.from_dict(SAMPLE.to_dict() | {field: value}, where="layout")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"axes": "byte"}, r"layout\.axes: expected a list, found 'byte'"),
+        ({"shape": (2, 3, 16, 8.0)}, r"layout\.shape\[3\]: expected int, found 8\.0"),
+        ({"shape": (2, 3, 16, True)}, r"layout\.shape\[3\]: expected int, found True"),
+        ({"shape": (2, 3, 16, np.int64(8))}, r"shape\[3\]: expected int, found np\.int64"),
+        ({"dtype": np.dtype("f2")}, r"layout\.dtype: expected str, found dtype"),
+        ({"layer_names": "ab"}, r"layout\.layer_names: expected a list, found 'ab'"),
+        ({"page_bytes": 768.0}, r"layout\.page_bytes: expected int, found 768\.0"),
+    ],
+)
+def test_a_layout_that_nobody_could_read_is_not_made(
+    changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=problem):
+        replace(SAMPLE, **changes)
+
+
+def test_lists_are_the_same_layout_as_tuples() -> None:
+    lists: dict[str, Any] = {"axes": ["head", "value"], "shape": [4, 8]}
+    layout = Layout(**lists, dtype="float16")
+    assert layout == Layout(axes=("head", "value"), shape=(4, 8), dtype="float16")
+    assert Layout(**lists | {"axes": ["byte"], "shape": [32]}, dtype="float16").opaque
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed(Record):
+    """A record with a number of seconds, as a tier's options are."""
+
+    seconds: float
+
+
+def test_a_whole_number_may_stand_for_a_fraction_as_far_as_there_is_one() -> None:
+    assert Timed.from_dict({"seconds": 30}, where="timed") == Timed(seconds=30.0)
+    with pytest.raises(
+        InvalidInputError, match=r"timed\.seconds: expected a float"
+    ) as refused:
+        Timed.from_dict({"seconds": 10**400}, where="timed")
+    assert len(str(refused.value)) < 2000
 
 
 # ---- what differs

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvstore.errors import InvalidInputError
+from kvstore.errors import InvalidInputError, StorageError
 from kvstore.filesystem import Filesystem
 from kvstore.gcs_options import gcs_arguments
 from kvstore.s3_options import s3_arguments
+from kvstore.storage_options import hold_credentials
 
 pytest.importorskip("obstore", reason="the extras s3 and gcs are not installed")
 KEYS = {"key": "AKIA", "secret": "wJalrXUtnFEMI"}
@@ -21,6 +22,7 @@ BROKEN = {
     "private_key": "wJalrXUtnFEMI",
     "token_uri": "https://oauth2.googleapis.com/token",
 }
+PEM = b"-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
 USER = {
     "type": "authorized_user",
     "client_id": "id",
@@ -38,6 +40,28 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("NO_GCE_CHECK", "true")
+
+
+@pytest.mark.parametrize(
+    ("options", "held"),
+    [
+        ({}, False),
+        (KEYS, True),
+        ({"account_key": "secret"}, True),
+        ({"key": None, "token": ""}, False),
+        ({"profile": "mine", "s3_additional_kwargs": {"SSEKMSKeyId": "arn:x"}}, False),
+        ({"token": "anon"}, True),
+        ({"anon": True}, True),
+        ({"anon": False}, False),
+        ({"token": "google_default"}, False),
+        ({"token": "/run/secrets/key.json"}, False),
+        ({"token": BROKEN}, True),
+    ],
+)
+def test_credentials_that_stand_in_the_options_cannot_change(
+    options: dict[str, Any], held: bool
+) -> None:
+    assert hold_credentials(options) == held
 
 
 class TestS3:
@@ -187,15 +211,15 @@ class TestS3:
 
     def test_certificates(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         bundle = tmp_path / "ca.pem"
-        bundle.write_bytes(b"PEM")
+        bundle.write_bytes(PEM)
         for verify in (False, str(bundle)):
             options = KEYS | {"client_kwargs": {"verify": verify}}
             found = s3_arguments("bucket", options)["client_options"]
             assert found.get("allow_invalid_certificates", False) is not bool(verify)
-            assert found.get("root_certificate") == (b"PEM" if verify else None)
+            assert found.get("root_certificate") == (PEM if verify else None)
         monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
         found = s3_arguments("bucket", KEYS)["client_options"]
-        assert found["root_certificate"] == b"PEM"
+        assert found["root_certificate"] == PEM
 
     @pytest.mark.parametrize(
         ("options", "problem"),
@@ -228,6 +252,104 @@ class TestS3:
             Filesystem("s3://bucket/kv", KEYS | options)
         assert problem in str(refused.value)
         assert '"client": "fsspec"' in str(refused.value)
+
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            (
+                {"endpoint_url": "storage.example.com"},
+                "endpoint_url: expected http://host or https://host, maybe with a port, "
+                "found 'storage.example.com'",
+            ),
+            ({"endpoint_url": "ftp://host"}, "endpoint_url: expected http://host"),
+            ({"endpoint_url": "http://"}, "endpoint_url: expected http://host"),
+            ({"endpoint_url": "http://host:x"}, "endpoint_url: expected http://host"),
+            ({"endpoint_url": "http://[::1"}, "endpoint_url: expected http://host"),
+            (
+                {"endpoint_url": "me:wJalrXUtnFEMI@host"},
+                "found a user or password before 'host'",
+            ),
+            (
+                {"endpoint_url": "https://me:wJalrXUtnFEMI@host"},
+                "found a user or password before 'host'",
+            ),
+            ({"endpoint_url": 7}, "endpoint_url: expected str, found 7"),
+            ({"client_kwargs": {"endpoint_url": "host"}}, "client_kwargs.endpoint_url: ex"),
+            ({"client_kwargs": {"region_name": 7}}, "region_name: expected str, found 7"),
+            ({"client_kwargs": {"verify": 7}}, "verify: expected bool or str, found 7"),
+            ({"client_kwargs": []}, "client_kwargs: expected an object, found list"),
+            ({"key": 12345}, "storage_options.key: expected str, found int"),
+            (
+                {"secret": ["wJalrXUtnFEMI"]},
+                "storage_options.secret: expected str, found l",
+            ),
+            ({"token": 7}, "storage_options.token: expected str, found int"),
+            ({"anon": "false"}, "storage_options.anon: expected bool, found 'false'"),
+            ({"requester_pays": "no"}, "requester_pays: expected bool, found 'no'"),
+        ],
+    )
+    @pytest.mark.parametrize("client", ["obstore", "fsspec"])
+    def test_what_is_not_of_its_kind_is_refused(
+        self, options: dict[str, Any], problem: str, client: Any
+    ) -> None:
+        with pytest.raises(InvalidInputError) as refused:
+            Filesystem("s3://bucket/kv", KEYS | options, client=client)
+        assert problem in str(refused.value)
+        assert "wJalrXUtnFEMI" not in str(refused.value)
+        assert "12345" not in str(refused.value)
+
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            (
+                {"config_kwargs": {"s3": {"addressing_style": "pth"}}},
+                r"storage_options.config_kwargs.s3.addressing_style: expected one of "
+                r"\('auto', 'path', 'virtual'\), found 'pth'",
+            ),
+            (
+                {"s3_additional_kwargs": {"ServerSideEncryption": "bogus"}},
+                "ServerSideEncryption: expected one of .*'AES256'.*, found 'bogus'",
+            ),
+            (
+                {"client_kwargs": {"verify": "/no/such/file"}},
+                "verify: expected a file of certificates that can be read, found "
+                "'/no/such/file': No such file or directory",
+            ),
+            (
+                {"client_kwargs": {"verify": os.devnull}},
+                "verify: expected certificates in PEM format, found none in '/dev/null'",
+            ),
+            ({"client_kwargs": {"region_name": "a b"}}, "InvalidRegionError: .*'a b'"),
+            ({"profile": "nope"}, r"found for s3://bucket/kv: ProfileNotFound: .*\(nope\)"),
+        ],
+    )
+    def test_what_the_client_cannot_use_is_refused(
+        self, options: dict[str, Any], problem: str
+    ) -> None:
+        with pytest.raises(InvalidInputError, match=problem):
+            Filesystem("s3://bucket/kv", KEYS | options)
+
+    def test_an_endpoint_of_the_environment_without_protocol_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "host:9000")
+        with pytest.raises(
+            InvalidInputError, match=r"in the environment, found .*host:9000"
+        ):
+            Filesystem("s3://bucket/kv", KEYS)
+
+    @pytest.mark.parametrize("encryption", ["AES256", "aws:kms", "aws:kms:dsse"])
+    def test_every_encryption_that_is_named_is_one_of_obstores(
+        self, encryption: str
+    ) -> None:
+        extra = {"ServerSideEncryption": encryption, "BucketKeyEnabled": True}
+        Filesystem("s3://bucket/kv", KEYS | {"s3_additional_kwargs": extra})
+
+    def test_a_secret_in_a_clients_own_words_is_masked(self) -> None:
+        with pytest.raises(InvalidInputError) as refused:
+            Filesystem("s3://bucket/kv", KEYS | {"profile": "wJalrXUtnFEMI"})
+        assert "(***) could not be found" in str(refused.value)
+        assert refused.value.__cause__ is None
 
     def test_half_of_the_credentials(self) -> None:
         with pytest.raises(InvalidInputError, match="key and secret belong together"):
@@ -294,6 +416,41 @@ class TestGoogle:
         assert gcs_arguments(anonymous)["config"]["base_url"] == endpoint
         given = gcs_arguments(anonymous | {"endpoint_url": "http://given"})
         assert given["config"]["base_url"] == "http://given"
+
+    @pytest.mark.parametrize("host", ["ftp://host", "http://"])
+    def test_an_emulator_that_is_no_host_is_refused(
+        self, host: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", host)
+        with pytest.raises(InvalidInputError, match="STORAGE_EMULATOR_HOST: expected http"):
+            Filesystem("gs://bucket/kv", {"token": "anon"})
+
+    @pytest.mark.parametrize("client", ["obstore", "fsspec"])
+    @pytest.mark.parametrize(
+        "endpoint", ["storage.example.com", "ftp://host", 7, "http://"]
+    )
+    def test_an_endpoint_that_is_no_url_of_http_is_refused(
+        self, endpoint: Any, client: Any
+    ) -> None:
+        with pytest.raises(
+            InvalidInputError, match=r"storage_options.endpoint_url: expect"
+        ):
+            Filesystem(
+                "gs://bucket/kv", {"token": "anon", "endpoint_url": endpoint}, client=client
+            )
+
+    def test_a_panic_is_an_error_of_storage(self) -> None:
+        from obstore.store import GCSStore
+
+        filesystem = Filesystem("gs://bucket/kv", {"token": "anon"})
+        arguments = gcs_arguments({"token": "anon"})
+        arguments["config"]["base_url"] = "storage.example.com"  # of which it makes no URL
+        client: Any = filesystem._client._client
+        client._store = GCSStore("bucket", **arguments)
+        with pytest.raises(
+            StorageError, match="cannot write below gs://bucket/kv: request"
+        ):
+            filesystem.probe()
 
     @pytest.mark.parametrize(
         ("options", "problem"),

@@ -1,8 +1,11 @@
 """Which memory other processes can map, and that it is the same memory."""
 
 import ctypes
+import errno
 import mmap
 import os
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +169,55 @@ def test_another_file_of_the_same_name_is_not_taken_for_it(path: Path) -> None:
     finally:
         Path(f"{path} (deleted)").unlink()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+_TWO_MOUNTS = """
+import mmap, os, subprocess, sys
+import numpy as np
+from pathlib import Path
+from kvstore.region import Region
+
+folder, found = Path({folder!r}), []
+for _ in range(2):
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], check=True)
+    (folder / "rows").write_bytes(bytes(64 << 10))
+    with (folder / "rows").open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    rows = np.ndarray((4, 4096), np.uint8, memory)
+    found.append((rows, (folder / "rows").stat().st_ino, Region.of(rows) is not None))
+(below, inode, first), (above, other, second) = found
+print(inode == other, first, second, Region.of(below) is not None)
+"""
+
+
+def test_a_file_of_the_same_name_and_inode_on_another_mount_is_not_taken_for_it(
+    tmp_path: Path,
+) -> None:
+    """Each tmpfs counts its inodes from the start."""
+    code = _TWO_MOUNTS.format(folder=str(tmp_path))
+    own = ["unshare", "--mount", "--map-root-user"]
+    if subprocess.run([*own, "mount", "-t", "tmpfs", "tmpfs", tmp_path]).returncode:
+        pytest.skip("only a user who may mount can do so")
+    told = subprocess.run(
+        [*own, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    assert told.split() == ["True", "True", "True", "False"]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_what_is_scarce_is_no_answer(
+    path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_in(mapped(path))
+
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        Region.of(rows)
+    number = errno.EACCES
+    assert Region.of(rows) is None
 
 
 def test_two_mappings_side_by_side_are_not_one(path: Path, tmp_path: Path) -> None:

@@ -247,3 +247,10 @@ def test_a_url_is_refused_or_has_one_spelling(url: str) -> None:
         return
     assert root.startswith(f"{protocol}://")
     assert parse_url(root) == (protocol, root)
+
+
+@pytest.mark.parametrize("url", ["s3://{}?", "{}:/x", "file://{}", "s3://b/../{}", "a\0{}"])
+def test_a_refusal_is_not_as_long_as_a_url(url: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        parse_url(url.format("x" * 100_000))
+    assert len(str(refused.value)) < 2000

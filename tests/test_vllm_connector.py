@@ -3,6 +3,7 @@
 import copy
 import json
 import struct
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from specs import LAYERS, offloading_config
+from specs import LAYERS, model_config, offloading_config, tensors
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
@@ -23,12 +24,11 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvstore import InvalidInputError, Layout
-from kvstore.tensors import LayerTensor
 from kvstore.vllm import KVStoreConnector, KVStoreTier
-from kvstore.vllm.connector import inject_tier
+from kvstore.vllm.connector import ConnectorTier, inject_tier
 from kvstore.vllm.host_worker import HostWorker, KVStoreOffloadingSpec
 from kvstore.vllm.identity import known_identity, offloading_identity
-from kvstore.vllm.layout import WorkerTensors, engine_layout
+from kvstore.vllm.layout import engine_layout
 from kvstore.vllm.weights import weights_digest
 
 
@@ -85,6 +85,18 @@ class TestOptions:
             ({"url": "kv", "thread": 8}, "Did you mean 'threads'"),
             ({"url": "kv", "cpu_bytes_to_us": 1}, "Did you mean 'cpu_bytes_to_use'"),
             ({"url": "kv", "kv_heads": 3}, "unknown option 'kv_heads'"),
+            (
+                {
+                    "url": "kv",
+                    "spec_name": "KVStoreOffloadingSpec",
+                    "spec_module_path": "kvstore.vllm.host_worker",
+                },
+                "unknown option 'spec_name'",
+            ),
+            ({"urll": "kv", "spec_name": "KVStoreOffloadingSpec"}, "Did you mean 'url'"),
+            ({"url": "kv", "secondary_tiers": None}, "secondary_tiers: expected a list"),
+            ({"url": "kv", "secondary_tiers": {"type": "fs"}}, "a list, found dict"),
+            ({"url": "kv", "secondary_tiers": ["fs"]}, r"\[0\]: expected an object, found"),
             ({"url": "kv", "io_timeout": "30"}, "io_timeout: expected float, found '30'"),
         ],
     )
@@ -122,35 +134,6 @@ class TestOptions:
         assert "vllm:kv_offload_tiering_read_bytes" in made
 
 
-def tensors(
-    rank: int = 0, layers: tuple[str, ...] = LAYERS, **changes: Any
-) -> WorkerTensors:
-    """One worker's layers in LBHNC: 12 heads × 16 tokens × 2 × 64 values of float16."""
-    heads = changes.pop("heads", 12)
-    page = heads * 16 * 128 * 2
-    facts: dict[str, Any] = {
-        "shape": (100, heads, 16, 128),
-        "strides": (page // 2, 2048, 128, 1),
-        "dtype": "float16",
-        "storage": 1,
-        "storage_bytes": 100 * page * len(layers),
-        "page_bytes": page,
-        "payload_bytes": page,
-        "cache_dtype": "float16",
-        "plain": True,
-        "backend": "FLASH_ATTN",
-        **changes,
-    }
-    return WorkerTensors(
-        rank=rank,
-        num_blocks=100,
-        layers=tuple(
-            LayerTensor(name=name, offset=n * 100 * page // 2, **facts)
-            for n, name in enumerate(layers)
-        ),
-    )
-
-
 class TestHandshake:
     def test_one_worker(self) -> None:
         layout = engine_layout([tensors()], offloading_config(), "v2")
@@ -170,6 +153,16 @@ class TestHandshake:
         assert layout.axes == ("worker", "layer", "head", "token", "value")
         assert layout.shape == (2, 12, 6, 16, 128)
         assert not offloading_identity(config, layout).parallel_agnostic
+
+    def test_groups_are_told_by_their_numbers_and_not_by_their_place(self) -> None:
+        parts = ((0, 16, LAYERS[:6]), (1, 16, LAYERS[6:]))
+        swapped = tuple((1 - group, *rest) for group, *rest in parts)
+        digests = [
+            offloading_identity(offloading_config(groups=groups), layout).digest
+            for layout in [engine_layout([tensors()], offloading_config(), "v2")]
+            for groups in (parts, parts[::-1], swapped)
+        ]
+        assert digests[0] == digests[1] != digests[2]
 
     def test_workers_that_differ_are_refused(self) -> None:
         config = offloading_config(tp_size=2, world_size=2)
@@ -269,44 +262,8 @@ class TestHandshake:
         assert "MYSTERY" in str(layout.reason)
 
 
-def model_config(**changes: Any) -> Any:
-    text: dict[str, Any] = {
-        "hidden_size": 64,
-        "rope_parameters": {"rope_theta": 1e4},
-        "_name_or_path": "somewhere",
-        "transformers_version": "5.0",
-    } | changes.pop("text", {})
-    model = {
-        "model": "org/model",
-        "revision": None,
-        "dtype": "bfloat16",
-        "quantization": None,
-        "disable_sliding_window": False,
-        "hf_config": SimpleNamespace(),
-        "hf_text_config": SimpleNamespace(to_dict=lambda: dict(text)),
-        "max_model_len": 4096,
-        "seed": 0,
-    } | changes
-    return SimpleNamespace(
-        model_config=SimpleNamespace(**model),
-        cache_config=SimpleNamespace(
-            kv_cache_dtype_skip_layers=[], prefix_caching_hash_algo="sha256"
-        ),
-        load_config=SimpleNamespace(load_format="auto"),
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1
-        ),
-        speculative_config=None,
-    )
-
-
 class TestKnownIdentity:
     COMMIT = "a" * 40
-
-    def test_a6_revisions_are_apart(self) -> None:
-        one, two = (known_identity(model_config(revision=c * 40)) for c in "ab")
-        assert one["revision"] != two["revision"]
-        assert one["model_config_digest"] == two["model_config_digest"]
 
     @pytest.mark.parametrize(
         "changes",
@@ -393,3 +350,34 @@ class TestWeights:
         first = weights_digest(file)
         file.write_bytes(b"\xff" * 19_999 + b"\0")
         assert None is not first != weights_digest(file)
+
+
+@pytest.mark.parametrize("runs", [False, True], ids=["at the start", "while it runs"])
+def test_a_handshake_that_fails_ends_a_start_and_no_running_engine(
+    runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage may refuse for a moment; the CPU tier's memory has a name until an end."""
+    engine = f"test-{uuid.uuid4()}"
+    memory = Path(f"/dev/shm/vllm_offload_{engine}.mmap")
+    memory.touch()
+    tier: Any = object.__new__(ConnectorTier)
+    tier._opened = SimpleNamespace(stores={0: None}) if runs else None
+    connector: Any = object.__new__(KVStoreConnector)
+    transfer = SimpleNamespace(engine_id=engine)
+    connector._vllm_config = SimpleNamespace(kv_transfer_config=transfer)
+    scheduler = SimpleNamespace(manager=SimpleNamespace(secondary_tiers=[tier]))
+    monkeypatch.setattr(KVStoreConnector, "scheduler", scheduler)
+    ended = []
+
+    def refuse(told: object) -> None:
+        raise OSError("HTTP 503")
+
+    connector._open = refuse
+    connector.shutdown = lambda: ended.append(True)
+    try:
+        with pytest.raises(OSError, match="HTTP 503"):
+            connector.set_xfer_handshake_metadata({})
+        assert ended == ([] if runs else [True])
+        assert memory.exists() == runs
+    finally:
+        memory.unlink(missing_ok=True)

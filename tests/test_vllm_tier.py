@@ -4,18 +4,25 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from specs import LAYERS, Rows, Spec, look_up, make_tier, offloading_config, run_job
-from vllm.platforms import current_platform
+from specs import (
+    LAYERS,
+    Rows,
+    Spec,
+    keys_of,
+    look_up,
+    make_tier,
+    offloading_config,
+    open_tier,
+    run_job,
+    submit,
+)
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -24,44 +31,20 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 from vllm.v1.kv_offload.file_mapper import FileMapper
-from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from work import descriptors, movers_of, until
 
 from kvstore import InvalidInputError, LayoutMismatchError, StorageError
+from kvstore.circuit import FAILURES
+from kvstore.collector import Collector
+from kvstore.releases import supports
+from kvstore.scratch import TEMPORARY
 from kvstore.testing import Root
-from kvstore.vllm import KVStoreTier
-from kvstore.vllm.versions import supports
+from kvstore.vllm import KVStoreTier, opened
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 
-
-@pytest.fixture(autouse=True)
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A platform whose attention keeps tokens and values apart."""
-    platform = SimpleNamespace(is_cpu=lambda: False, fp8_dtype=current_platform.fp8_dtype)
-    monkeypatch.setattr("kvstore.vllm.layout.current_platform", platform)
-
-
-@pytest.fixture
-def tiers() -> Iterator[list[SecondaryTierManager]]:
-    """Tiers that a test made, shut down at its end."""
-    made: list[SecondaryTierManager] = []
-    yield made
-    for tier in made:
-        tier.shutdown()
-
-
-def open_tier(
-    tiers: list[SecondaryTierManager], root: Root, rows: Rows, **options: Any
-) -> SecondaryTierManager:
-    where = {"storage_options": dict(root.storage_options), "client": root.client}
-    options = {"url": root.url, **where, **options}
-    tiers.append(make_tier(rows, options))
-    return tiers[-1]
-
-
-def keys_of(count: int, group: int = 0) -> list[Any]:
-    return [make_offload_key(os.urandom(32), group) for _ in range(count)]
+pytestmark = pytest.mark.usefixtures("accelerator")
 
 
 def movers() -> list[int]:
@@ -203,74 +186,6 @@ class TestIdentity:
             found = [p for p in tmp_path.iterdir() if not p.name.startswith(".")]
             assert len(found) == number + 1
 
-    def test_a2_a_claim_is_not_believed(
-        self, tmp_path: Path, tiers: list[SecondaryTierManager]
-    ) -> None:
-        """Rank-major rows of TP 1 and TP 2, which vLLM claims to be agnostic."""
-        root = Root(str(tmp_path))
-        known = {"kv_heads": 12, "head_size": 64}
-        one = offloading_config(is_parallelism_agnostic=True)
-        two = offloading_config(
-            is_parallelism_agnostic=True,
-            tp_size=2,
-            world_size=2,
-            worker_kv_bytes_per_block=589_824 // 2,
-        )
-        rows = Rows(one)
-        rows.fill()
-        keys = keys_of(1)
-        run_job(open_tier(tiers, root, rows, **known), "store", keys, [0])
-        other = open_tier(tiers, root, Rows(two), kv_heads=6, head_size=64)
-        assert look_up(other, keys) == [MISS]
-
-    def test_a1_head_outermost_is_agnostic_and_shared(
-        self, tmp_path: Path, tiers: list[SecondaryTierManager]
-    ) -> None:
-        root = Root(str(tmp_path))
-        common = {"is_parallelism_agnostic": True, "kv_cache_layout": "BHLNC"}
-        one, two = (
-            Rows(
-                offloading_config(
-                    **common,
-                    tp_size=tp,
-                    world_size=tp,
-                    worker_kv_bytes_per_block=589_824 // tp,
-                )
-            )
-            for tp in (1, 2)
-        )
-        one.fill()
-        keys = keys_of(1)
-        writer = open_tier(tiers, root, one, kv_heads=12, head_size=64)
-        run_job(writer, "store", keys, [0])
-        reader = open_tier(tiers, root, two, kv_heads=6, head_size=64)
-        assert look_up(reader, keys) == [HIT]
-        assert run_job(reader, "load", keys, [5]).success
-        assert (two.array[5, :589_824] == one.array[0, :589_824]).all()
-        recorded = json.loads(next(tmp_path.glob("facebook*/zarr.json")).read_text())
-        assert "parallel_agnostic" not in recorded["attributes"]["kvstore"]["config"]
-
-    def test_a9_replicated_rows_are_one_copy(
-        self, tmp_path: Path, tiers: list[SecondaryTierManager]
-    ) -> None:
-        root = Root(str(tmp_path))
-        keys = keys_of(1)
-        for tp, expected in ((2, [MISS]), (4, [HIT])):
-            config = offloading_config(replicated_layout=True, tp_size=tp, world_size=tp)
-            rows = Rows(config)
-            rows.fill()
-            tier = open_tier(tiers, root, rows)
-            assert look_up(tier, keys) == expected
-            run_job(tier, "store", keys, [0])
-        plain = open_tier(tiers, root, Rows(offloading_config(tp_size=2, world_size=2)))
-        assert look_up(plain, keys) == [MISS]
-
-    def test_auto_is_never_hashed(
-        self, tmp_path: Path, tiers: list[SecondaryTierManager]
-    ) -> None:
-        with pytest.raises(InvalidInputError, match="auto"):
-            open_tier(tiers, Root(str(tmp_path)), Rows(offloading_config(dtype="auto")))
-
 
 class TestJobs:
     @where
@@ -327,22 +242,6 @@ class TestJobs:
         assert run_job(tier, "load", [keys[1]], [6]).success
         assert (rows.array[6] == rows.array[1]).all()
 
-    @where
-    def test_view_with_strides(
-        self, tmp_path: Path, shared: bool, tiers: list[SecondaryTierManager]
-    ) -> None:
-        config = offloading_config(
-            world_size=6, tp_size=6, worker_kv_bytes_per_block=10_000
-        )
-        rows = Rows(config, 8, shared=shared)
-        rows.fill()
-        rows.array = rows.array[::2]
-        tier = open_tier(tiers, Root(str(tmp_path)), rows)
-        keys = keys_of(1)
-        assert run_job(tier, "store", keys, [3]).success
-        assert run_job(tier, "load", keys, [0]).success
-        assert (rows.array[0, :60_000] == rows.array[3, :60_000]).all()
-
     @pytest.mark.parametrize("processes", [0, 2])
     def test_shutdown_ends_movers_and_lets_go_of_memory(
         self, tmp_path: Path, processes: int
@@ -376,15 +275,32 @@ class TestJobs:
         [late] = tier.get_finished_jobs()
         assert (late.job_id, late.success) == (8, False)
 
+    def test_with_a_limit_a_drain_waits_for_the_first_look(
+        self, tmp_path: Path, tiers: list[SecondaryTierManager]
+    ) -> None:
+        rows = Rows(offloading_config(worker_kv_bytes_per_block=64 << 10))
+        tier = open_tier(tiers, Root(str(tmp_path)), rows, max_bytes=64 << 20)
+        assert run_job(tier, "store", keys_of(16), list(range(16))).success
 
-def submit(
-    tier: SecondaryTierManager, number: int, operation: str, keys: list[Any], slots: Any
-) -> None:
-    """Submit a job, and poll for nothing."""
-    job = TransferJob(
-        number, keys, np.array(slots, np.int32), operation == "load", ReqContext("r")
-    )
-    getattr(tier, f"submit_{operation}")(job)
+    def test_without_a_first_look_nothing_is_stored(
+        self,
+        tmp_path: Path,
+        tiers: list[SecondaryTierManager],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def fail(self: Collector) -> None:
+            raise StorageError("a root", "list", "a test said so")
+
+        monkeypatch.setattr(Collector, "collect", fail)
+        monkeypatch.setattr(opened, "FIRST_LOOK_SECONDS", 0.1)
+        rows = Rows(offloading_config(worker_kv_bytes_per_block=64 << 10))
+        tier = open_tier(tiers, Root(str(tmp_path)), rows, max_bytes=64 << 20)
+        submit(tier, 7, "store", keys_of(2), [0, 1])
+        tier.drain_jobs()
+        [result] = tier.get_finished_jobs()
+        assert not result.successful_keys
+        unlimited = open_tier(tiers, Root(str(tmp_path)), rows)
+        assert run_job(unlimited, "store", keys_of(2), [0, 1]).success
 
 
 class TestProcesses:
@@ -449,12 +365,14 @@ class TestProcesses:
         rows.array[:] = 0
         assert run_job(tier, "load", keys, list(range(200))).success
         assert (rows.array[:, : rows.nbytes] == before[:, : rows.nbytes]).all()
+        temporary = tmp_path / TEMPORARY
+        until(lambda: list(tier.get_finished_jobs()) or not [*temporary.glob("*/*")])
 
     @where
     def test_lookups_and_jobs_of_before_outlive_another_open(
         self, tmp_path: Path, shared: bool, tiers: list[SecondaryTierManager]
     ) -> None:
-        """vLLM opens again when an engine wakes up."""
+        """As where vLLM's handshake comes again."""
         rows = Rows(offloading_config(), shared=shared)
         tier = open_tier(tiers, Root(str(tmp_path)), rows, processes=1)
         assert isinstance(tier, KVStoreTier)
@@ -472,6 +390,36 @@ class TestProcesses:
         tier.on_request_finished(context)
         assert run_job(tier, "store", keys, [0, 1]).success
         assert look_up(tier, keys, "next") == [HIT, HIT]
+
+    def test_what_is_open_goes_on_where_another_open_fails(
+        self, tmp_path: Path, tiers: list[SecondaryTierManager], monkeypatch: Any
+    ) -> None:
+        rows = Rows(offloading_config(), shared=True)
+        tier = open_tier(tiers, Root(str(tmp_path)), rows, processes=1)
+        assert isinstance(tier, KVStoreTier)
+        stores, keys = tier.stores, keys_of(2)
+        with monkeypatch.context() as patched:
+            patched.setattr("sys.executable", "/bin/false")
+            with pytest.raises(InvalidInputError, match="expected 1 to start, found 0"):
+                tier._open_stores()
+        assert tier.stores is stores
+        assert run_job(tier, "store", keys, [0, 1]).success
+        assert look_up(tier, keys) == [HIT, HIT]
+        assert run_job(tier, "load", keys, [0, 1]).success
+
+    def test_a_trial_that_never_ends_is_forgotten_by_another_open(
+        self, tmp_path: Path, tiers: list[SecondaryTierManager]
+    ) -> None:
+        tier = open_tier(tiers, Root(str(tmp_path)), Rows(offloading_config()))
+        assert isinstance(tier, KVStoreTier)
+        tier._health.lookups.note(0, FAILURES, "no route")
+        tier._health.lookups._trial_at = 0.0
+        assert tier._health.lookups.take_trial()
+        keys = keys_of(1)
+        assert look_up(tier, keys) == [MISS]
+        tier._open_stores()
+        assert run_job(tier, "store", keys, [0]).success
+        assert look_up(tier, keys, "next") == [HIT]
 
     def test_a_start_that_fails_stops_the_engine_and_leaves_nothing(
         self, tmp_path: Path, monkeypatch: Any
@@ -497,6 +445,31 @@ class TestProcesses:
         tier.on_request_finished(context)
         tier.on_schedule_end(ScheduleEndContext((), ()))
         assert look_up(tier, [key], "next") == [MISS]
+
+    @pytest.mark.parametrize("damaged", [False, True], ids=["given up", "known"])
+    def test_a_miss_without_a_look_stays_one_for_its_request(
+        self, tmp_path: Path, damaged: bool, tiers: list[SecondaryTierManager]
+    ) -> None:
+        """Though another request asks when storage is back, and is told a hit."""
+        tier = open_tier(tiers, Root(str(tmp_path)), Rows(offloading_config()))
+        assert isinstance(tier, KVStoreTier)
+        [key] = keys_of(1)
+        assert run_job(tier, "store", [key], [0]).success
+        if damaged:
+            tier.stores[0].note_damage(key, "a test")
+        else:
+            tier._health.lookups.note(0, FAILURES, "no route")
+        first = ReqContext("first")
+        assert tier.lookup(key, first) is MISS
+        if damaged:
+            tier.stores[0].memory.forget(key)
+            tier._lookups.mark_stored([key])  # which repairs it
+        else:
+            tier._health.lookups.note(1, 0)
+        assert tier.lookup(key, ReqContext("next")) is LookupResult.RETRY
+        assert tier.lookup(key, first) is MISS
+        assert look_up(tier, [key], "next") == [HIT]
+        assert tier.lookup(key, first) is MISS
 
 
 class TestRefusedAtStart:

@@ -108,8 +108,13 @@ def test_blocks_land_where_vllms_own_worker_puts_them(engine: Engine, index: int
     assert engine.worker.get_finished() == []
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
+@pytest.mark.parametrize(
+    ("isa", "dtype"),
+    [
+        *itertools.product(("vec", "vec16"), ("bfloat16", "float16", "float32")),
+        ("amx", "bfloat16"),  # vLLM tiles nothing else, whatever its kernel would write
+    ],
+)
 @pytest.mark.parametrize("tokens", [32, 64])
 def test_unpacked_tiles_are_what_vllms_kernel_wrote(
     isa: str, dtype: str, tokens: int

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore.arrays import Proof
-from kvstore.jobs import Job, JobRunner, Outcome
-from kvstore.mover import FAILED, Hint, Operation, Perform
+from kvstore.job import Job, Outcome
+from kvstore.jobs import JobRunner
+from kvstore.parts import FAILED, Answer, Hint, Operation, Perform
 from kvstore.processes import ThreadMover
+from kvstore.scratch import TEMPORARY
 
 PATIENCE = 20.0
 """Seconds after which a test gives up; no test that passes waits so long."""
@@ -19,7 +20,6 @@ PATIENCE = 20.0
 NAME = "test-mover"
 DONE = "done"
 
-End = tuple[str, Proof | None, str | None]
 """How a key ended; see `mover.Perform`."""
 
 
@@ -32,15 +32,15 @@ def job(job_id: int, *numbers: int, operation: Operation = "load") -> Job:
     return Job(job_id, operation, tuple(map(key, numbers)), tuple(n * 10 for n in numbers))
 
 
-def end(succeeds: bool) -> End:
-    return (DONE, None, None) if succeeds else (FAILED, None, "it was told to")
+def end(succeeds: bool) -> Answer:
+    return Answer(DONE) if succeeds else Answer(FAILED, problem="it was told to")
 
 
 def succeeded(outcome: Outcome) -> tuple[bytes, ...]:
     """The keys of a job that ended well."""
     assert len(outcome.proofs) == len(outcome.job.keys)
     ended = zip(outcome.job.keys, outcome.words, strict=True)
-    return tuple(key for key, word in ended if word != FAILED)
+    return tuple(key for key, word in ended if word == DONE)
 
 
 @dataclass
@@ -60,9 +60,9 @@ class Work:
     calls: list[tuple[Operation, bytes, int]] = field(default_factory=list)
     failing: frozenset[bytes] = frozenset()
 
-    def __call__(self, operation: Operation, key: bytes, slot: int, hint: Hint) -> End:
+    def __call__(self, operation: Operation, key: bytes, slot: int, hint: Hint) -> Answer:
         if operation == "lookup":
-            return DONE, None, None
+            return Answer(DONE)
         self.calls.append((operation, key, slot))
         self.started.release()
         assert self.gate.wait(PATIENCE)
@@ -140,20 +140,24 @@ def movers_of(engine: int) -> list[int]:
             told = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue  # it has just ended
-        # Theirs are the numbers of a socket, a task and the engine, then a folder.
+        # Theirs are the numbers of a socket, a task and the engine.
         if any(b"kvstore.processes" in word for word in told) and (
-            told[-3] == str(engine).encode()
+            told[-2] == str(engine).encode()
         ):
             found.append(int(folder.name))
     return found
 
 
 def descriptors() -> dict[str, str]:
-    """The open files of this process."""
+    """The open files of this process, but for the folders of temporary names, which are
+    held to its end.
+    """
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            found[name] = os.readlink(f"/proc/self/fd/{name}")
+            target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue  # the one that listed them
+        if f"/{TEMPORARY}/" not in target:
+            found[name] = target
     return found

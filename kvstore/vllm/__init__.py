@@ -2,7 +2,7 @@
 
 import logging
 
-from kvstore.vllm.versions import require_supported
+from kvstore.releases import require_supported
 
 require_supported()
 

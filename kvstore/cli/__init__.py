@@ -1,0 +1,1 @@
+"""`kvstore`, the command line: see `app`."""
