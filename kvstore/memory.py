@@ -135,16 +135,22 @@ class _Proofs:
     TABLES = 2048
 
     def __init__(self) -> None:
-        self._tables = [_Table() for _ in range(self.TABLES)]
+        self._tables: dict[int, _Table] = {}  # those that have ever held a proof
 
     def get(self, hashed: int) -> Proof | None:
-        return self._tables[hashed % self.TABLES].get(hashed)
+        table = self._tables.get(hashed % self.TABLES)
+        return table.get(hashed) if table else None
 
     def put(self, hashed: int, proof: Proof) -> None:
-        self._tables[hashed % self.TABLES].put(hashed, proof)
+        number = hashed % self.TABLES
+        table = self._tables.get(number)
+        if table is None:
+            table = self._tables[number] = _Table()
+        table.put(hashed, proof)
 
     def drop(self, hashed: int) -> None:
-        self._tables[hashed % self.TABLES].drop(hashed)
+        if table := self._tables.get(hashed % self.TABLES):
+            table.drop(hashed)
 
 
 class _Table:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,8 @@ def s3_arguments(bucket: str, options: Mapping[str, Any]) -> dict[str, Any]:
     additional = options.get("s3_additional_kwargs") or {}
     from botocore import UNSIGNED
     from botocore.config import Config
-    from botocore.session import Session
 
-    session = Session(profile=options.get("profile"))
+    session = _session(options)
     if options.get("key") or options.get("secret"):
         if not (options.get("key") and options.get("secret")):
             raise InvalidInputError("storage_options: key and secret belong together")
@@ -88,6 +88,27 @@ def s3_arguments(bucket: str, options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _session(options: Mapping[str, Any]) -> Any:
+    """botocore's, of the profile that the options name, if any."""
+    from botocore.session import Session
+
+    session = Session(profile=options.get("profile"))
+    loader = _loader(session.get_config_variable("data_path"))
+    session.register_component("data_loader", loader)
+    return session
+
+
+@cache
+def _loader(data_path: str | None) -> Any:
+    """botocore's descriptions of S3 and of its endpoints.
+
+    It keeps what it has read. Each session would read them anew: a third of a second.
+    """
+    from botocore.loaders import create_loader
+
+    return create_loader(data_path)
+
+
 _SOURCES = {
     "env": "environment variables",
     "shared-credentials-file": "the shared credentials file",
@@ -107,13 +128,11 @@ def s3_source(options: Mapping[str, Any]) -> str:
     Raises:
         ImportError: botocore is not installed.
     """
-    from botocore.session import Session
-
     if options.get("anon"):
         return "none: anonymous"
     if options.get("key"):
         return "storage_options"
-    session = Session(profile=options.get("profile"))
+    session = _session(options)
     credentials = session.get_credentials()
     if credentials is None:
         return "none were found"

@@ -1,3 +1,4 @@
+import inspect
 import os
 import pkgutil
 import shutil
@@ -59,12 +60,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_worth_while(item: pytest.Item, text: str) -> bool:
-    of_clients = any(client in text for client in _CLIENTS)
-    if "file" not in BACKENDS and not _OF_BACKENDS & set(getattr(item, "fixturenames", ())):
-        return of_clients and "cases" in item.path.parts
-    if of_clients:
-        return True
+    fixtures = set(getattr(item, "fixturenames", ()))
     params = getattr(getattr(item, "callspec", None), "params", {})
+    if "file" not in BACKENDS and not _OF_BACKENDS & fixtures:
+        own = inspect.getsource(item.function) if isinstance(item, pytest.Function) else ""
+        of_clients = {"client", "backend"} & set(params) or any(c in own for c in _CLIENTS)
+        return bool(of_clients) and "cases" in item.path.parts
+    if any(client in text for client in _CLIENTS):
+        return True
     offline = any(package in text for package in ("kvstore.offline", "kvstore.cli"))
     return not offline or params.get("root", ("", ""))[1] != "fsspec"
 

@@ -5,6 +5,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,16 @@ def opened(root: Root) -> Upkeep:
 
 
 def fill(filesystem: Upkeep, blocks: Sequence[str] = BLOCKS) -> None:
-    for block in blocks:
-        # The folder above a local block is made with its document.
-        filesystem.create(f"{block.rpartition('/')[0]}/zarr.json", b"{}")
-        filesystem.publish(
-            block, ((NAMES[0], [b"12345"]), (NAMES[1], [b"{}"])), replace=False
-        )
+    for folder in {block.rpartition("/")[0] for block in blocks}:
+        # A local one is made with its document.
+        filesystem.create(f"{folder}/zarr.json", b"{}")
+
+    def publish(block: str) -> None:
+        parts = (NAMES[0], [b"12345"]), (NAMES[1], [b"{}"])
+        filesystem.publish(block, parts, replace=False)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(publish, blocks))
 
 
 @pytest.fixture

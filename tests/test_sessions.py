@@ -302,5 +302,5 @@ def test_descriptors_do_not_grow_with_the_blocks(
             list(pool.map(use, numbers))
         return len(os.listdir("/proc/self/fd"))
 
-    few = used(range(200))
-    assert used(range(200, 1200)) < few + 16
+    few = used(range(100))
+    assert used(range(100, 600)) < few + 16
