@@ -16,7 +16,14 @@ import pytest
 from children import Kvstore
 from fsspec.asyn import sync
 from hypothesis import settings
-from servers import Server, ServerUnavailable, fake_gcs, seaweedfs, write_profile
+from servers import (
+    Server,
+    ServerUnavailable,
+    another_bucket,
+    fake_gcs,
+    seaweedfs,
+    write_profile,
+)
 
 pytest.register_assert_rewrite("kvstore.testing")
 
@@ -26,6 +33,9 @@ from kvstore.testing import Root  # noqa: E402
 
 # gcsfs would try gRPC first, which no plain HTTP server answers; read at its import.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
+# An engine's threads wait for each other by spinning: beside other work, for ages.
+os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
 
 # Behind a shell's `&` it is ignored, here and in every child that is to be interrupted.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -121,6 +131,8 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
     if backend == "memory":
         return Root(f"memory://{fresh}")
     server: Server = request.getfixturevalue(f"{backend}_server")
+    if backend == "gcs":
+        server = another_bucket(server)
     return Root(f"{server.url}/{fresh}", server.storage_options, client)
 
 

@@ -13,9 +13,10 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from importlib.metadata import PackageNotFoundError, distribution
@@ -151,6 +152,18 @@ def fake_gcs(folder: Path) -> Iterator[Server]:
         start(command, folder=folder, ready=translates, log_name=XML_LOG),
     ):
         yield Server(url=f"gs://{BUCKET}", storage_options=reach, endpoint=endpoint)
+
+
+def another_bucket(server: Server) -> Server:
+    """Make one on fake-gcs-server, which looks at all of a bucket for each listing.
+
+    `server` is left as it is; what is returned has the new bucket's URL.
+    """
+    name = f"{BUCKET}-{uuid.uuid4().hex}"
+    port = int(server.endpoint.rpartition(":")[2])
+    status = _status(port, "POST", "/storage/v1/b", json.dumps({"name": name}))
+    assert status in MADE, status
+    return replace(server, url=f"gs://{name}")
 
 
 @contextmanager

@@ -212,7 +212,7 @@ def test_commands_are_found() -> None:
 def test_readme_has_its_two_commands() -> None:
     scripts = [b.text for b in blocks(TOP / "README.md") if b.language == "bash"]
     assert "pip install tox && tox run -e demo\n" in scripts
-    assert "tox run\n" in scripts
+    assert "tox run-parallel -p 2\n" in scripts
 
 
 def test_readme_names_the_supported_releases() -> None:
