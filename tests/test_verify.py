@@ -79,6 +79,18 @@ def test_each_fault_is_found_alone(name: str, folder: kit.Root) -> None:
     assert everything(folder) == before
 
 
+def test_what_lies_between_two_shares_is_told_once(folder: kit.Root) -> None:
+    store = folder.open()
+    for first in (0x00, 0x10):
+        store.store(bytes([first]) * 36, sample_block(store.layout, 0))
+    strangers = [f"{store.path}/{name}" for name in ("0ff+", "0fz", "100+", "100z")]
+    for name in strangers:
+        (Path(folder.url) / name).mkdir()
+        (Path(folder.url) / name / "file").write_bytes(b"")
+    assert len(covering(opened(folder))) == 2
+    assert told(opened(folder)) == [(Fault.UNKNOWN_NAME, name) for name in strangers]
+
+
 def everything(root: kit.Root) -> dict[str, bytes]:
     """All files, but pipes and links."""
     paths = (path for path in Path(root.url).rglob("*") if not path.is_symlink())
