@@ -198,12 +198,20 @@ def without_secrets(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     for name, value in options.items():
         if _is_secret(name):
             left_out.append(str(name))
-        elif isinstance(value, Mapping):
-            told[name], more = without_secrets(value)
-            left_out += more
         else:
-            told[name] = value
+            told[name], more = _harmless(value)
+            left_out += more
     return told, left_out
+
+
+def _harmless(value: Any) -> tuple[Any, list[str]]:
+    """As `without_secrets`, of objects in lists too."""
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    if not isinstance(value, list | tuple):
+        return value, []
+    parts = [_harmless(part) for part in value]
+    return [part for part, _ in parts], [name for _, names in parts for name in names]
 
 
 def hold_credentials(options: Mapping[str, Any]) -> bool:
