@@ -114,7 +114,15 @@ def _fspath(url: object) -> object:
 
 def _local_root(path: str, safe: str) -> str:
     # POSIX lets two leading slashes mean something else; here they never do.
-    root = "/" + os.path.abspath(os.path.expanduser(path)).lstrip("/")
+    try:
+        whole = os.path.abspath(os.path.expanduser(path))
+    except OSError as error:
+        raise InvalidInputError(
+            "url: expected a path below a current folder that is there, found "
+            f"{safe}, and the current folder is gone ({error.strerror}). Give an "
+            "absolute path, or change to another folder"
+        ) from error
+    root = "/" + whole.lstrip("/")
     if root == os.path.sep:
         raise InvalidInputError(f"url: expected a folder below /, found {safe}")
     return root

@@ -80,6 +80,21 @@ def test_a_relative_path_is_below_the_working_directory(
     assert parse_url(Path("kv")) == ("file", f"file://{tmp_path}/kv")
 
 
+def test_a_relative_path_needs_a_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(
+        InvalidInputError, match="found 'kv', and the current folder is gone"
+    ):
+        parse_url("kv")
+    assert parse_url("/data/kv") == ("file", "file:///data/kv")
+    monkeypatch.chdir(tmp_path)
+
+
 def test_a_bare_path_may_begin_at_home() -> None:
     assert parse_url("~/kv") == ("file", f"file://{os.path.expanduser('~')}/kv")
 
