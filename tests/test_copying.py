@@ -7,10 +7,12 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from containers import ContainersFileSystem, container
 from stored import chunk_url
 from typer.testing import CliRunner
 
@@ -19,6 +21,7 @@ from kvstore.cli.app import app, exit_code
 from kvstore.offline import copying
 from kvstore.offline.convert import Converted
 from kvstore.offline.copying import Copied
+from kvstore.offline.doctor import transfer_config
 from kvstore.offline.faults import LISTED
 from kvstore.offline.import_vllm import Imported
 from kvstore.offline.whole import WholeBlocks
@@ -77,6 +80,12 @@ def content(root: Root) -> dict[str, bytes]:
     return {name.rpartition(last)[2]: root.read(f"{prefix}{name}") for name in files}
 
 
+@pytest.fixture
+def containers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of an earlier test's is left."""
+    monkeypatch.setattr(ContainersFileSystem, "storages", defaultdict(dict))
+
+
 # ---- what is copied
 
 
@@ -94,6 +103,22 @@ def test_every_byte_is_kept_and_nothing_is_copied_twice(source: Root, target: Ro
     for more in ((), ("--verify",), ("--dry-run",)):
         code, told = cp(source, target, *more)
         assert (code, counts(told), told["nbytes"]) == (0, {"kept": len(KEYS)}, 0)
+
+
+@pytest.mark.usefixtures("containers")
+def test_from_one_container_to_another(tmp_path: Path) -> None:
+    first, second, third = map(container, ("first", "second", "third"))
+    fill(first)
+    journal = tmp_path / "journal"
+    code, told = cp(first, second, "--journal", str(journal))
+    assert (code, counts(told)) == (0, {"copied": len(KEYS)})
+    assert told["destination"] == "abfs://second@account/kv"
+    code, message = cp(first, third, "--journal", str(journal))
+    assert (code, "is of another work: destination: expected" in message) == (2, True)
+    code, message = cp(first, first)
+    assert (code, "expected another root than the source's" in message) == (2, True)
+    config = transfer_config(offline.Root(second.url, read_only=False))
+    assert config["kv_connector_extra_config"]["url"] == second.url
 
 
 def test_from_one_storage_to_another(seen: Root, tmp_path: Path) -> None:
