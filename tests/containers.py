@@ -25,7 +25,7 @@ class ContainersFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec ha
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        account = (connection_string or "").partition("AccountKey")[0]
+        account = (connection_string or "").partition(";AccountKey")[0]
         self.store = self.storages[endpoint_url, profile, account]
 
     @classmethod

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,40 @@ def test_a_copy_that_ends_early_leaves_whole_blocks_and_goes_on(
     assert content(target) == content(source)
     code, message = cp(source, target.below("other"), *journal)
     assert (code, "is of another work: destination: expected" in message) == (2, True)
+
+
+@pytest.mark.usefixtures("containers")
+def test_a_journal_is_of_one_storage(tmp_path: Path) -> None:
+    connection = "AccountName=a;AccountKey=hidden"
+    here = {"endpoint_url": "http://a", "connection_string": connection}
+    source, target = container("from", **here), container("to", **here)
+    fill(source)
+    journal = tmp_path / "journal"
+
+    def again(**changed: str) -> tuple[int, Any]:
+        root = replace(target, storage_options=here | changed)
+        given = ["--storage-options", json.dumps(here)]
+        given += ["--dst-storage-options", json.dumps(root.storage_options)]
+        return cp(source, root, *given, "--journal", str(journal))
+
+    assert again()[0] == 0
+    lines = journal.read_text().splitlines(keepends=True)
+    assert "hidden" not in lines[0]
+    journal.write_text("".join(lines[:-1]))
+    for changed in (
+        {"endpoint_url": "http://b"},
+        {"profile": "b"},
+        {"connection_string": connection.replace("=a", "=b")},
+    ):
+        code, message = again(**changed)
+        assert (code, "of another work: destination_storage" in message) == (2, True)
+    rotated = {"connection_string": connection.replace("hidden", "new"), "account_key": "x"}
+    code, told = again(**rotated)
+    assert (code, told["journal"]["recalled"]) == (0, len(lines) - 2)
+    old = {k: v for k, v in json.loads(lines[0]).items() if not k.endswith("_storage")}
+    journal.write_text("".join([json.dumps(old) + "\n", *lines[1:]]))
+    code, message = again()
+    assert (code, "or an older kvstore did not note it" in message) == (2, True)
 
 
 def test_a_journal_is_refused_before_anything_is_written(

@@ -510,6 +510,23 @@ def test_a_package_that_is_looked_for_late(monkeypatch: pytest.MonkeyPatch) -> N
         Filesystem("hdfs://h/kv")
 
 
+def test_which_storage_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(url: str = "s3://bucket/kv", **options: Any) -> str:
+        return Filesystem(url, {"anon": True} | options).storage()
+
+    plain, there = of(), of(endpoint_url="http://a:1")
+    assert len({plain, there, of(endpoint_url="http://b:1")}) == 3
+    assert of(endpoint_url="http://a:1", **KEYS, requester_pays=True) == there
+    assert of(endpoint_url=None, client_kwargs={}) == plain
+    assert Filesystem("s3://bucket/kv", KEYS, client="fsspec").storage() == plain
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    assert of() == plain
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://b:1")
+    assert of() != plain
+    assert Filesystem("/tmp/kv").storage() == ""
+
+
 def test_an_unknown_client() -> None:
     with pytest.raises(InvalidInputError, match="client: expected one of"):
         Filesystem("memory://kv", client="boto3")  # type: ignore[arg-type]
