@@ -45,9 +45,12 @@ a long answer would take for ever."""
 _OF_SETTINGS = (
     "ConfigParseError",
     "EndpointResolutionError",
+    "InfiniteLoopConfigError",
     "InvalidConfigError",
     "InvalidS3AddressingStyleError",
     "NoRegionError",
+    "ParamValidationError",
+    "PartialCredentialsError",
     "ProfileNotFound",
 )
 """What botocore raises for what people wrote, beside `ValueError` and `TypeError`."""

@@ -38,7 +38,7 @@ from kvstore.obstore_client import ObstoreClient, of_another_process
 from kvstore.paths import DOCUMENT
 from kvstore.records import MAX_NUMBER, parse
 from kvstore.session import Session
-from kvstore.storage_options import hold_credentials, secret_strings
+from kvstore.storage_options import hold_credentials, secret_strings, storage_digest
 from kvstore.urls import parse_url, safe_url
 
 Result = TypeVar("Result")
@@ -115,6 +115,8 @@ class Filesystem:
         by_obstore = client == "obstore" and protocol in EXTRAS
         if by_obstore:
             options = environment_options(protocol) | options
+        around = environment().get(protocol, {}) | options
+        self._storage = functools.partial(storage_digest, protocol, around)
         # An fsspec filesystem finds its own part of the environment, and may repeat it.
         self._secrets = tuple(secret_strings((environment(), options)))
 
@@ -138,6 +140,12 @@ class Filesystem:
     def place(self, path: str) -> str:
         """The URL of `path`, for messages: names that others have given may be odd."""
         return f"{self.url}/{printable(path)}" if path else self.url
+
+    def storage(self) -> str:
+        """What tells the storage from another one at the same URL, as a digest without
+        credentials; empty for a folder.
+        """
+        return "" if self.local else self._storage()
 
     def exists(self, path: str) -> bool:
         """Whether a file is there, or what is in its place. For local roots only."""

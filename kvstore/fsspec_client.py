@@ -23,6 +23,7 @@ from fsspec import AbstractFileSystem, get_filesystem_class
 from fsspec.asyn import AsyncFileSystem, sync
 from fsspec.config import conf
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
 
 from kvstore.buffers import scatter
 from kvstore.client import (
@@ -100,7 +101,10 @@ class FsspecClient:
         if self._has_folders or (anew and not in_memory):
             given["skip_instance_cache"] = True
         self._timeout = timeout
-        self._fs: AbstractFileSystem = cls(**{**cls._get_kwargs_from_urls(url), **given})
+        try:
+            self._fs: AbstractFileSystem = cls(**cls._get_kwargs_from_urls(url) | given)
+        except ImportError as error:  # some look for their library only now
+            raise _no_package(protocol, safe_url(url), error) from error
         self.root = str(cls._strip_protocol(url)).rstrip("/")
         self._turn = threading.Lock() if self._has_folders else contextlib.nullcontext()
 
@@ -267,14 +271,19 @@ def _filesystem_class(protocol: str, shown: str) -> type[AbstractFileSystem]:
     try:
         cls: type[AbstractFileSystem] = get_filesystem_class(protocol)
     except ImportError as error:
-        extra = EXTRAS.get(protocol)
-        hint = f"pip install 'kvstore-zarr[{extra}]'" if extra else str(error)
-        raise InvalidInputError(
-            f"url: no package for {protocol}:// is installed, found {shown!r}: {hint}"
-        ) from error
+        raise _no_package(protocol, shown, error) from error
     except ValueError as error:
         raise InvalidInputError(
             f"url: expected a protocol that fsspec knows (file, memory, s3, gs, …), "
             f"found {shown!r}"
         ) from error
     return cls
+
+
+def _no_package(protocol: str, shown: str, error: ImportError) -> InvalidInputError:
+    extra, known = EXTRAS.get(protocol), known_implementations.get(protocol, {})
+    words = known.get("err") or str(error)
+    hint = f"pip install 'kvstore-zarr[{extra}]'" if extra else words
+    return InvalidInputError(
+        f"url: no package for {protocol}:// is installed, found {shown!r}: {hint}"
+    )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import inspect
+import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
 from types import UnionType
@@ -71,6 +74,28 @@ _BASE_OPTIONS = frozenset(
     ("skip_instance_cache", "use_listings_cache", "listings_expiry_time", "max_paths")
 )
 """What every fsspec filesystem takes without naming it in its own signature."""
+
+
+_HOW = _BASE_OPTIONS | {
+    "anon",
+    "config_kwargs",
+    "requester_pays",
+    "s3_additional_kwargs",
+    "timeout",
+}
+"""Options that say how storage is asked, and not which."""
+
+_OF_S3 = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_DEFAULT_PROFILE")
+_OF_AZURE = ("AZURE_STORAGE_ACCOUNT_NAME",)
+_AROUND = {
+    **dict.fromkeys(("s3", "s3a"), _OF_S3),
+    **dict.fromkeys(("gs", "gcs"), ("STORAGE_EMULATOR_HOST",)),
+    **dict.fromkeys(("abfs", "abfss", "az"), _OF_AZURE),
+}
+"""Variables that say which storage it is, by protocol."""
+
+_OF_CONNECTION = ("AccountName=", "BlobEndpoint=", "EndpointSuffix=")
+"""What of a connection string of Azure's is no secret."""
 
 
 def checked(cls: type[Any], options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -198,12 +223,39 @@ def without_secrets(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     for name, value in options.items():
         if _is_secret(name):
             left_out.append(str(name))
-        elif isinstance(value, Mapping):
-            told[name], more = without_secrets(value)
-            left_out += more
         else:
-            told[name] = value
+            told[name], more = _harmless(value)
+            left_out += more
     return told, left_out
+
+
+def _harmless(value: Any) -> tuple[Any, list[str]]:
+    """As `without_secrets`, of objects in lists too."""
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    if not isinstance(value, list | tuple):
+        return value, []
+    parts = [_harmless(part) for part in value]
+    return [part for part, _ in parts], [name for _, names in parts for name in names]
+
+
+def storage_digest(protocol: str, options: Mapping[str, Any]) -> str:
+    """What tells one storage of a protocol from another where the URL is the same: options
+    and variables of the environment, without credentials and what says how to ask.
+
+    Credentials may be other ones, and given elsewhere, without it being another storage.
+    """
+    told, _ = without_secrets(options)
+    for name in _HOW:
+        told.pop(name, None)
+    for name, value in options.items():
+        if "connection" in str(name) and isinstance(value, str):
+            parts = (part.strip() for part in value.split(";"))
+            told[name] = sorted(p for p in parts if p.startswith(_OF_CONNECTION))
+    given = {name: value for name, value in told.items() if value not in (None, {}, [])}
+    around = {n: os.environ[n] for n in _AROUND.get(protocol, ()) if os.environ.get(n)}
+    text = json.dumps([given, around], sort_keys=True, default=lambda v: type(v).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def hold_credentials(options: Mapping[str, Any]) -> bool:

@@ -13,6 +13,11 @@ from kvstore.errors import InvalidInputError, shown
 
 _LOCAL = ("file", "local")
 _BUCKETS = ("s3", "s3a", "gs", "gcs")
+_NAMED = ("abfs", "abfss", "adl", "arrow_hdfs", "az", "hdfs", "oci", "sftp", "smb", "ssh")
+"""Where a container's or a user's name may stand before @: it tells one root from another.
+Elsewhere it may be a token."""
+
+_NAME_AND_HOST = re.compile(r"[\w.$+-]{1,63}@[^@]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """Also what breaks or turns a line elsewhere than in ASCII."""
 
@@ -23,13 +28,19 @@ def safe_url(url: str) -> str:
     """`url` without user, password, query and fragment, for messages and logs.
 
     A secret may itself hold slashes and @. A local path is shown as it is: whatever looks
-    like a user or a query there is a name.
+    like a user or a query there is a name. So is the name of a container, or of a user who
+    has no password there.
     """
     protocol, separator, rest = url.partition("://")
     if not separator or (protocol.lower() in _LOCAL and rest.startswith("/")):
         return url
     host = re.split("[/?]", rest, maxsplit=1)[0]
-    if "@" in rest and (":" in host or "@" in host):
+    named = (
+        protocol.lower() in _NAMED
+        and _NAME_AND_HOST.fullmatch(host)
+        and not _has_password(rest.split("/"))
+    )
+    if not named and "@" in rest and (":" in host or "@" in host):
         rest = "***@" + rest.rpartition("@")[2]
     return f"{protocol}://{re.split('[?#]', rest, maxsplit=1)[0]}"
 
@@ -114,7 +125,15 @@ def _fspath(url: object) -> object:
 
 def _local_root(path: str, safe: str) -> str:
     # POSIX lets two leading slashes mean something else; here they never do.
-    root = "/" + os.path.abspath(os.path.expanduser(path)).lstrip("/")
+    try:
+        whole = os.path.abspath(os.path.expanduser(path))
+    except OSError as error:
+        raise InvalidInputError(
+            "url: expected a path below a current folder that is there, found "
+            f"{safe}, and the current folder is gone ({error.strerror}). Give an "
+            "absolute path, or change to another folder"
+        ) from error
+    root = "/" + whole.lstrip("/")
     if root == os.path.sep:
         raise InvalidInputError(f"url: expected a folder below /, found {safe}")
     return root

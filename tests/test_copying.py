@@ -7,10 +7,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from containers import ContainersFileSystem, container
 from stored import chunk_url
 from typer.testing import CliRunner
 
@@ -19,6 +22,7 @@ from kvstore.cli.app import app, exit_code
 from kvstore.offline import copying
 from kvstore.offline.convert import Converted
 from kvstore.offline.copying import Copied
+from kvstore.offline.doctor import transfer_config
 from kvstore.offline.faults import LISTED
 from kvstore.offline.import_vllm import Imported
 from kvstore.offline.whole import WholeBlocks
@@ -77,6 +81,12 @@ def content(root: Root) -> dict[str, bytes]:
     return {name.rpartition(last)[2]: root.read(f"{prefix}{name}") for name in files}
 
 
+@pytest.fixture
+def containers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of an earlier test's is left."""
+    monkeypatch.setattr(ContainersFileSystem, "storages", defaultdict(dict))
+
+
 # ---- what is copied
 
 
@@ -94,6 +104,22 @@ def test_every_byte_is_kept_and_nothing_is_copied_twice(source: Root, target: Ro
     for more in ((), ("--verify",), ("--dry-run",)):
         code, told = cp(source, target, *more)
         assert (code, counts(told), told["nbytes"]) == (0, {"kept": len(KEYS)}, 0)
+
+
+@pytest.mark.usefixtures("containers")
+def test_from_one_container_to_another(tmp_path: Path) -> None:
+    first, second, third = map(container, ("first", "second", "third"))
+    fill(first)
+    journal = tmp_path / "journal"
+    code, told = cp(first, second, "--journal", str(journal))
+    assert (code, counts(told)) == (0, {"copied": len(KEYS)})
+    assert told["destination"] == "abfs://second@account/kv"
+    code, message = cp(first, third, "--journal", str(journal))
+    assert (code, "is of another work: destination: expected" in message) == (2, True)
+    code, message = cp(first, first)
+    assert (code, "expected another root than the source's" in message) == (2, True)
+    config = transfer_config(offline.Root(second.url, read_only=False))
+    assert config["kv_connector_extra_config"]["url"] == second.url
 
 
 def test_from_one_storage_to_another(seen: Root, tmp_path: Path) -> None:
@@ -350,6 +376,40 @@ def test_a_copy_that_ends_early_leaves_whole_blocks_and_goes_on(
     assert content(target) == content(source)
     code, message = cp(source, target.below("other"), *journal)
     assert (code, "is of another work: destination: expected" in message) == (2, True)
+
+
+@pytest.mark.usefixtures("containers")
+def test_a_journal_is_of_one_storage(tmp_path: Path) -> None:
+    connection = "AccountName=a;AccountKey=hidden"
+    here = {"endpoint_url": "http://a", "connection_string": connection}
+    source, target = container("from", **here), container("to", **here)
+    fill(source)
+    journal = tmp_path / "journal"
+
+    def again(**changed: str) -> tuple[int, Any]:
+        root = replace(target, storage_options=here | changed)
+        given = ["--storage-options", json.dumps(here)]
+        given += ["--dst-storage-options", json.dumps(root.storage_options)]
+        return cp(source, root, *given, "--journal", str(journal))
+
+    assert again()[0] == 0
+    lines = journal.read_text().splitlines(keepends=True)
+    assert "hidden" not in lines[0]
+    journal.write_text("".join(lines[:-1]))
+    for changed in (
+        {"endpoint_url": "http://b"},
+        {"profile": "b"},
+        {"connection_string": connection.replace("=a", "=b")},
+    ):
+        code, message = again(**changed)
+        assert (code, "of another work: destination_storage" in message) == (2, True)
+    rotated = {"connection_string": connection.replace("hidden", "new"), "account_key": "x"}
+    code, told = again(**rotated)
+    assert (code, told["journal"]["recalled"]) == (0, len(lines) - 2)
+    old = {k: v for k, v in json.loads(lines[0]).items() if not k.endswith("_storage")}
+    journal.write_text("".join([json.dumps(old) + "\n", *lines[1:]]))
+    code, message = again()
+    assert (code, "or an older kvstore did not note it" in message) == (2, True)
 
 
 def test_a_journal_is_refused_before_anything_is_written(

@@ -452,6 +452,9 @@ def test_options_without_secrets() -> None:
     told, left_out = without_secrets(options)
     assert told == {"anon": False, "client_kwargs": {"verify": True}}
     assert left_out == ["key", "auth"]
+    told, left_out = without_secrets({"hosts": [{"name": "a", "token": "t"}, "b", ({},)]})
+    assert told == {"hosts": [{"name": "a"}, "b", [{}]]}
+    assert left_out == ["token"]
 
 
 def test_where_s3_credentials_come_from(

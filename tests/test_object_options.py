@@ -329,6 +329,22 @@ class TestS3:
         with pytest.raises(InvalidInputError, match=problem):
             Filesystem("s3://bucket/kv", KEYS | options)
 
+    def test_settings_around_the_options_that_the_client_cannot_use_are_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(InvalidInputError, match='Invalid bucket name "my bucket"'):
+            Filesystem("s3://my bucket/kv", KEYS)
+        (tmp_path / "config").write_text(
+            "[profile a]\nrole_arn = arn:aws:iam::123456789012:role/a\nsource_profile = b\n"
+            "[profile b]\nrole_arn = arn:aws:iam::123456789012:role/b\nsource_profile = a\n"
+        )
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+        with pytest.raises(InvalidInputError, match="Infinite loop in credential config"):
+            Filesystem("s3://bucket/kv", {"profile": "a"})
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA")
+        with pytest.raises(InvalidInputError, match="missing: AWS_SECRET_ACCESS_KEY"):
+            Filesystem("s3://bucket/kv")
+
     def test_an_endpoint_of_the_environment_without_protocol_is_refused(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -485,6 +501,30 @@ def test_a_package_that_is_missing(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(InvalidInputError, match=rf"pip install 'kvstore-zarr\[{extra}\]'"):
         Filesystem(url, KEYS)
+
+
+def test_a_package_that_is_looked_for_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    problem = r"^url: no package for hdfs:// is installed, found 'hdfs://h/kv': pyarrow "
+    with pytest.raises(InvalidInputError, match=problem):
+        Filesystem("hdfs://h/kv")
+
+
+def test_which_storage_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(url: str = "s3://bucket/kv", **options: Any) -> str:
+        return Filesystem(url, {"anon": True} | options).storage()
+
+    plain, there = of(), of(endpoint_url="http://a:1")
+    assert len({plain, there, of(endpoint_url="http://b:1")}) == 3
+    assert of(endpoint_url="http://a:1", **KEYS, requester_pays=True) == there
+    assert of(endpoint_url=None, client_kwargs={}) == plain
+    assert Filesystem("s3://bucket/kv", KEYS, client="fsspec").storage() == plain
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    assert of() == plain
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://b:1")
+    assert of() != plain
+    assert Filesystem("/tmp/kv").storage() == ""
 
 
 def test_an_unknown_client() -> None:

@@ -80,6 +80,21 @@ def test_a_relative_path_is_below_the_working_directory(
     assert parse_url(Path("kv")) == ("file", f"file://{tmp_path}/kv")
 
 
+def test_a_relative_path_needs_a_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(
+        InvalidInputError, match="found 'kv', and the current folder is gone"
+    ):
+        parse_url("kv")
+    assert parse_url("/data/kv") == ("file", "file:///data/kv")
+    monkeypatch.chdir(tmp_path)
+
+
 def test_a_bare_path_may_begin_at_home() -> None:
     assert parse_url("~/kv") == ("file", f"file://{os.path.expanduser('~')}/kv")
 
@@ -206,6 +221,19 @@ def test_a_refusal_does_not_repeat_a_credential(url: str) -> None:
         ("http://host/kv?token=secret", "http://host/kv"),
         ("file:///data/user@host", "file:///data/user@host"),
         ("s3://bucket/a@b", "s3://bucket/a@b"),
+        ("abfs://box@account.dfs.core.windows.net/kv",) * 2,
+        ("sftp://user@host:22/kv",) * 2,
+        ("SFTP://user@host/a@b",) * 2,
+        ("sftp://user@host/kv?token=secret", "sftp://user@host/kv"),
+        ("sftp://user:secret@host/kv", "sftp://***@host/kv"),
+        ("sftp://user:sec/ret@host/kv", "sftp://***@host/kv"),
+        ("sftp://user:sec@ret@host/kv", "sftp://***@host/kv"),
+        ("sftp://user@sec@host/kv", "sftp://***@host/kv"),
+        ("sftp://user@sec:r/et@host/kv", "sftp://***@host/kv"),
+        ("abfs://sv=1&sig=secret@account/kv", "abfs://***@account/kv"),
+        (f"abfs://{'k' * 64}@account/kv", "abfs://***@account/kv"),
+        ("http://token@host/kv", "http://***@host/kv"),
+        ("webdav://token@host/kv", "webdav://***@host/kv"),
         pytest.param(
             "s3://key:sec/ret@bucket/kv",
             "s3://***@bucket/kv",

@@ -9,11 +9,13 @@ import time
 import tracemalloc
 import uuid
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import planted
 import pytest
+from containers import container
 from planted import LOCAL, PLANTS, SOURCE, Spot
 from typer.testing import CliRunner
 from unsorted import Unsorted
@@ -77,6 +79,18 @@ def test_each_fault_is_found_alone(name: str, folder: kit.Root) -> None:
     before = everything(folder)
     assert told(opened(folder)) == [expected]
     assert everything(folder) == before
+
+
+def test_what_lies_between_two_shares_is_told_once(folder: kit.Root) -> None:
+    store = folder.open()
+    for first in (0x00, 0x10):
+        store.store(bytes([first]) * 36, sample_block(store.layout, 0))
+    strangers = [f"{store.path}/{name}" for name in ("0ff+", "0fz", "100+", "100z")]
+    for name in strangers:
+        (Path(folder.url) / name).mkdir()
+        (Path(folder.url) / name / "file").write_bytes(b"")
+    assert len(covering(opened(folder))) == 2
+    assert told(opened(folder)) == [(Fault.UNKNOWN_NAME, name) for name in strangers]
 
 
 def everything(root: kit.Root) -> dict[str, bytes]:
@@ -631,6 +645,31 @@ def test_a_journal_is_of_one_work(folder: kit.Root, tmp_path: Path) -> None:
     assert command(folder, *journal).exit_code == 0
     refused = command(folder, *journal, "--delete").exception
     assert "delete" in str(refused)
+
+
+def test_a_journal_is_of_one_storage(tmp_path: Path) -> None:
+    roots = [container(uuid.uuid4().hex, endpoint_url=f"http://{name}") for name in "ab"]
+    roots[1] = replace(roots[0], storage_options=roots[1].storage_options)
+    for root in roots:
+        filled(root, 30)
+    journal = tmp_path / "journal"
+    noting = ("--journal", str(journal))
+    assert command(roots[0], *noting).exit_code == 0
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:-1]))
+    refused = command(roots[1], *noting).exception
+    assert "is of another work: url_storage: expected" in str(refused)
+    assert command(roots[0], *noting).exit_code == 0
+
+
+def test_the_journal_of_a_folder_says_no_more_than_before(
+    folder: kit.Root, tmp_path: Path
+) -> None:
+    filled(folder)
+    journal = tmp_path / "journal"
+    assert command(folder, "--journal", str(journal)).exit_code == 0
+    about = json.loads(journal.read_text().splitlines()[0])
+    assert set(about) == {"work", "url", "part", "delete", "repair"}
 
 
 def test_the_page_tells_every_word() -> None:

@@ -32,7 +32,7 @@ from kvstore.cli.output import (
     print_table,
     value_text,
 )
-from kvstore.cli.work import journal_of, recalled, require_there, work
+from kvstore.cli.work import journal_of, recalled, require_there, storages, work
 from kvstore.codecs import parse_codec
 from kvstore.errors import InvalidInputError
 from kvstore.offline.convert import Convert, Converted, claim, plan
@@ -166,6 +166,7 @@ def _converted(
         "target": target.url,
         "target_layout": target.layout.digest,
         "codec": task.codec,
+        **storages(source=source.filesystem, target=target.filesystem),
     }
     with journal_of(journal, about, Converted) as notes:
         shares = source.shares()

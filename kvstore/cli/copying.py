@@ -25,7 +25,7 @@ from kvstore.cli.options import (
     require_shared,
 )
 from kvstore.cli.output import bytes_text, print_json, print_line, print_table
-from kvstore.cli.work import journal_of, recalled, require_there, work
+from kvstore.cli.work import journal_of, recalled, require_there, storages, work
 from kvstore.errors import InvalidInputError
 from kvstore.offline.copying import Copied, Copy, claim, compare, destination_root
 from kvstore.offline.group import StoredGroup
@@ -97,6 +97,7 @@ def cp(
         "source": source,
         "destination": destination.url,
         "verify": verify,
+        **storages(source=root.filesystem, destination=destination),
     }
     sums = dict.fromkeys(groups, Copied())
     with journal_of(None if dry_run else journal, about, Copied) as notes:

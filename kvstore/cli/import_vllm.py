@@ -24,7 +24,7 @@ from kvstore.cli.options import (
     require_shared,
 )
 from kvstore.cli.output import bytes_text, print_fields, print_json, print_line
-from kvstore.cli.work import journal_of, recalled, require_there, work
+from kvstore.cli.work import journal_of, recalled, require_there, storages, work
 from kvstore.codecs import parse_codec
 from kvstore.errors import InvalidInputError, shown
 from kvstore.offline.convert import claim
@@ -138,14 +138,15 @@ def _imported(
     task: Import, jobs: int, dask: str | None, journal: Path | None
 ) -> tuple[Imported, dict[str, int] | None]:
     """What became of the rows, and how much of it a journal tells."""
+    first = task.targets[0]
     about = {
         "work": "import-vllm",
         "source": task.source.rows,
         "targets": [target.url for target in task.targets],
         "target_layouts": [target.layout.digest for target in task.targets],
         "codec": task.codec,
+        **storages(targets=first.filesystem),
     }
-    first = task.targets[0]
     label = group_path(first.namespace, first.rank, first.group).rpartition("/")[0]
     shares, beside = task.source.shares(label)
     with journal_of(journal, about, Imported) as notes:

@@ -20,7 +20,7 @@ from kvstore.cli.options import (
     open_root,
 )
 from kvstore.cli.output import bytes_text, print_json_line, print_line, print_table
-from kvstore.cli.work import journal_of, recalled, work
+from kvstore.cli.work import journal_of, recalled, storages, work
 from kvstore.errors import StorageError
 from kvstore.offline.faults import Fault, Findings, Problem
 from kvstore.offline.journal import Journal
@@ -80,6 +80,7 @@ def verify(
         "part": root.within.path,
         "delete": delete,
         "repair": repair,
+        **storages(url=root.filesystem),
     }
     totals: dict[str, Findings] = {}
     with journal_of(journal, about, Findings, journal=Readable) as notes:

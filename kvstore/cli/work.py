@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvstore.cli.output import bar
 from kvstore.errors import InvalidInputError, KVStoreError, StorageError, shown
+from kvstore.filesystem import Filesystem
 from kvstore.offline.group import read_document, shares_of
 from kvstore.offline.journal import Journal
 from kvstore.offline.shares import WIDTH, Share, run
@@ -134,6 +135,12 @@ def recalled(journal: Journal[Any] | None) -> dict[str, int] | None:
     if journal is None:
         return None
     return {"recalled": journal.recalled, "shares": journal.asked}
+
+
+def storages(**ends: Filesystem) -> dict[str, str]:
+    """What a journal says of where the work is, beside URLs; of folders that is nothing."""
+    told = {f"{name}_storage": end.storage() for name, end in ends.items()}
+    return {name: digest for name, digest in told.items() if digest}
 
 
 @contextlib.contextmanager

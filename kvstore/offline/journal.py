@@ -154,6 +154,11 @@ class Journal(Generic[R]):
                 f"{shown(found.get(name))}"
                 for name in names
             )
+            if any(name.endswith("_storage") for name in names):
+                told += (
+                    ": another endpoint, profile, account or the like, in storage_options "
+                    "or the environment; or an older kvstore did not note it"
+                )
             raise InvalidInputError(
                 f"journal: {self.path} is of another work: {told}. Name another file"
             )

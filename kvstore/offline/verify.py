@@ -153,6 +153,7 @@ class _Check:
         first, stop, skip = self._share.first, self._share.stop, len(self._group) + 1
         # Behind all of the fan-out before: as `stored_blocks`.
         after = f"{self._group}/{first - 1:03x}g" if first else ""
+        begin = f"{first:03x}" if first else ""  # what lies between is the share before's
         end = f"{stop:03x}" if stop < FAN_OUTS else None
         only = None if self._task.key is None else block_path(self._task.key)
 
@@ -164,7 +165,7 @@ class _Check:
         for (fan_out, name), inside in itertools.groupby(files, place):
             if end is not None and fan_out >= end:
                 return
-            if only is None or only == f"{fan_out}/{name}":
+            if fan_out >= begin and only in (None, f"{fan_out}/{name}"):
                 yield _Entry(fan_out, name, list(inside))
 
     def _fan_out(self, fan_out: str, entries: Iterable[_Entry]) -> None:

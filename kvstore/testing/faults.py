@@ -76,6 +76,10 @@ class WrappedFilesystem(Filesystem):
         """As the inner one's, and no operation."""
         return self.inner.place(path)
 
+    def storage(self) -> str:
+        """As the inner one's, and no operation."""
+        return self.inner.storage()
+
     def exists(self, path: str) -> bool:
         """As the inner one's."""
         return self.around("exists", path, lambda: self.inner.exists(path))
