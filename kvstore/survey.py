@@ -31,6 +31,9 @@ MAX_FILES = 1_000_000
 """Files of one listing: far more than the fan-outs that are listed at once have. A server
 could go on for ever."""
 
+LOOK_SECONDS = 600.0
+"""After which a look that has not seen enough is given up."""
+
 MAX_FOLDERS = 100_000
 """Folders below the root, or of all ranks, or of all groups: for the same reason."""
 
@@ -219,25 +222,26 @@ class Survey:
         self._groups: list[str] = []
         self._groups_known = float("-inf")
 
-    def look(self, end: float) -> tuple[list[StoredBlock], float]:
+    def look(self) -> tuple[list[StoredBlock], float]:
         """Blocks, about a sample of them, and which share of all fan-outs holds them.
 
-        Args:
-            end: by `time.monotonic`, after which it looks no further.
+        It sees as many however slow storage is: fewer would tell no more than a guess.
 
         Raises:
-            StorageError: the root could not be listed.
+            StorageError: the root could not be listed, or not in time.
         """
+        end = time.monotonic() + LOOK_SECONDS
         blocks: list[StoredBlock] = []
         covered = 0
         while covered < FAN_OUTS and len(blocks) < SAMPLE:
+            if time.monotonic() > end:
+                problem = f"found only {len(blocks)} blocks within {LOOK_SECONDS:g} s"
+                raise StorageError(self._filesystem.url, "list", problem)
             width = min(self.width, FAN_OUTS - covered)
             blocks += self.stripe(width)
             covered += width
             if len(blocks) < SAMPLE // 2:
                 self.width = min(FAN_OUTS, 4 * self.width)
-            if time.monotonic() > end:
-                break
         if len(blocks) > 2 * SAMPLE:
             self.width = max(1, self.width // 4)
         return blocks, covered / FAN_OUTS

@@ -254,9 +254,9 @@ def after_a_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], obje
 
     def patch(do: Callable[[], object]) -> None:
         def interrupted(
-            self: survey.Survey, end: float
+            self: survey.Survey,
         ) -> tuple[list[survey.StoredBlock], float]:
-            found = look(self, end)
+            found = look(self)
             do()
             return found
 
@@ -354,6 +354,28 @@ def test_of_many_blocks_a_sample_tells(
     gone = sorted(set(range(count)) - set(there(store, range(count))))
     # By how it was found, an age may be misjudged; what is gone is old none the less.
     assert sum(gone) / len(gone) > 0.75 * count
+
+
+def test_however_slow_storage_is_a_look_sees_enough(
+    folder: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a few fan-outs it would tell that nothing is there, or twice as much as is."""
+    monkeypatch.setattr(collector, "SECONDS", -1.0)
+    store = folder.open()
+    fill(store, range(100))
+    looks = [Collector(upkeep(folder), NOTHING) for _ in range(3)]
+    assert [look.collect().used for look in looks] == [size(folder)] * 3
+
+
+def test_a_look_that_takes_too_long_fails_and_removes_nothing(
+    folder: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survey, "LOOK_SECONDS", -1.0)
+    store = folder.open()
+    fill(store, range(3))
+    with pytest.raises(StorageError, match="found only 0 blocks within"):
+        Collector(upkeep(folder), Limits(1, 1e-9, -10.0)).collect()
+    assert there(store, range(3)) == [0, 1, 2]
 
 
 def test_a_call_removes_no_more_than_it_can_tell(
