@@ -156,8 +156,8 @@ class Collector:
                 return removal.freed >= target
             if removal.over or removal.late:
                 return False
-            blocks = self._survey.stripe(self._survey.width)
-            share += self._survey.width / FAN_OUTS
+            blocks, width = self._survey.stripe(self._survey.width)
+            share += width / FAN_OUTS
 
     def _clock_skew(self) -> float:
         """How many seconds the storage's clock is ahead of ours."""

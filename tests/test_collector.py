@@ -378,6 +378,26 @@ def test_a_look_that_takes_too_long_fails_and_removes_nothing(
     assert there(store, range(3)) == [0, 1, 2]
 
 
+def test_a_root_that_others_fill_is_looked_at_in_smaller_parts(
+    folder: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few blocks there were at the last look, in one group or in several."""
+    monkeypatch.setattr(survey, "SAMPLE", 16)
+    monkeypatch.setattr(survey, "WIDE_FILES", 128)
+    monkeypatch.setattr(survey, "MAX_FILES", 128)
+    stores = [folder.open(config=sample_config(model_name=name)) for name in "ab"]
+    fill(stores[0], range(3))
+    busy = Collector(upkeep(folder), NOTHING)
+    assert busy.collect().used == size(folder)
+    assert busy._survey.width == survey.FAN_OUTS
+    fill(stores[1], range(50))
+    fill(stores[0], range(300))
+    seen = [busy._survey.look() for _ in range(40)]
+    assert max(len(blocks) for blocks, _ in seen) <= 16 + 64
+    told = sum(sum(block.nbytes for block in blocks) / share for blocks, share in seen)
+    assert told / 40 == pytest.approx(size(folder), rel=0.25)
+
+
 def test_a_call_removes_no_more_than_it_can_tell(
     folder: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
