@@ -36,7 +36,7 @@ BATCH = 128
 """Blocks that are removed at once."""
 
 SECONDS = 2.0
-"""For how long a call begins anything more, but for its first removal."""
+"""For how long a call begins anything more after its look, but for its first removal."""
 
 SOON = 0.08
 """Part of the limit: blocks that are so near to their removal must be touched to stay."""
@@ -112,11 +112,10 @@ class Collector:
         Raises:
             StorageError: the root could not be listed. Nothing is removed on a guess.
         """
-        end = time.monotonic() + SECONDS
         now = time.time() + self._clock_skew()
-        blocks, share = self._survey.look(end)
+        blocks, share = self._survey.look()
         used = int(sum(block.nbytes for block in blocks) / share)
-        removal = _Removal(self._filesystem, self._told, end)
+        removal = _Removal(self._filesystem, self._told, time.monotonic() + SECONDS)
         kept = []
         for block in blocks:
             if block.orphan and now - block.used > self._limits.orphan_seconds:
@@ -157,8 +156,8 @@ class Collector:
                 return removal.freed >= target
             if removal.over or removal.late:
                 return False
-            blocks = self._survey.stripe(self._survey.width)
-            share += self._survey.width / FAN_OUTS
+            blocks, width = self._survey.stripe(self._survey.width)
+            share += width / FAN_OUTS
 
     def _clock_skew(self) -> float:
         """How many seconds the storage's clock is ahead of ours."""

@@ -20,6 +20,7 @@ import contextlib
 import functools
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
@@ -148,8 +149,9 @@ class Filesystem:
         return "" if self.local else self._storage()
 
     def exists(self, path: str) -> bool:
-        """Whether a file is there, or what is in its place. For local roots only."""
-        return self._unless_absent(path, lambda: os.lstat(self._at(path))) is not None
+        """Whether a file is there: no link, folder or the like. For local roots only."""
+        found = self._unless_absent(path, lambda: os.lstat(self._at(path)))
+        return found is not None and stat.S_ISREG(found.st_mode)
 
     def read(self, path: str, limit: int) -> bytes | None:
         """A small file's first `limit` bytes, in one request; None if it is absent.

@@ -28,8 +28,13 @@ SAMPLE = 4096
 """Blocks that one look is after: all of them, where there are no more."""
 
 MAX_FILES = 1_000_000
-"""Files of one listing: far more than the fan-outs that are listed at once have. A server
-could go on for ever."""
+"""Files of one listing: far more than a fan-out has. A server could go on for ever."""
+
+WIDE_FILES = 8 * SAMPLE
+"""Files of the fan-outs that are listed at once: where more are, fewer fan-outs are."""
+
+LOOK_SECONDS = 600.0
+"""After which a look that has not seen enough is given up."""
 
 MAX_FOLDERS = 100_000
 """Folders below the root, or of all ranks, or of all groups: for the same reason."""
@@ -68,6 +73,10 @@ class StoredBlock:
         document.
         """
         return self.names[-1] != DOCUMENT or len(self.names) == 1
+
+
+class _TooManyFilesError(StorageError):
+    """A listing is longer than it may be."""
 
 
 def stored_blocks(
@@ -152,7 +161,7 @@ def bounded_files(
         for number, file in enumerate(files):
             if number == limit:
                 problem = f"expected at most {limit} files"
-                raise StorageError(filesystem.place(path), "list", problem)
+                raise _TooManyFilesError(filesystem.place(path), "list", problem)
             yield file
 
 
@@ -219,43 +228,61 @@ class Survey:
         self._groups: list[str] = []
         self._groups_known = float("-inf")
 
-    def look(self, end: float) -> tuple[list[StoredBlock], float]:
+    def look(self) -> tuple[list[StoredBlock], float]:
         """Blocks, about a sample of them, and which share of all fan-outs holds them.
 
-        Args:
-            end: by `time.monotonic`, after which it looks no further.
+        It sees as many however slow storage is: fewer would tell no more than a guess.
 
         Raises:
-            StorageError: the root could not be listed.
+            StorageError: the root could not be listed, or not in time.
         """
+        end = time.monotonic() + LOOK_SECONDS
         blocks: list[StoredBlock] = []
         covered = 0
         while covered < FAN_OUTS and len(blocks) < SAMPLE:
-            width = min(self.width, FAN_OUTS - covered)
-            blocks += self.stripe(width)
+            if time.monotonic() > end:
+                problem = f"found only {len(blocks)} blocks within {LOOK_SECONDS:g} s"
+                raise StorageError(self._filesystem.url, "list", problem)
+            found, width = self.stripe(min(self.width, FAN_OUTS - covered))
+            blocks += found
             covered += width
             if len(blocks) < SAMPLE // 2:
                 self.width = min(FAN_OUTS, 4 * self.width)
-            if time.monotonic() > end:
-                break
         if len(blocks) > 2 * SAMPLE:
             self.width = max(1, self.width // 4)
         return blocks, covered / FAN_OUTS
 
-    def stripe(self, width: int) -> list[StoredBlock]:
-        """All blocks of the next so many fan-outs, in every group."""
-        first, stop = self._cursor, self._cursor + width
-        self._cursor = stop % FAN_OUTS
+    def stripe(self, width: int) -> tuple[list[StoredBlock], int]:
+        """All blocks of the next so many fan-outs, in every group, and of how many fan-outs
+        these are: of fewer, where so many hold more than `WIDE_FILES`.
+
+        Raises:
+            StorageError: the root could not be listed.
+        """
+        first = self._cursor
+        while True:
+            self._cursor = (first + width) % FAN_OUTS  # also behind what cannot be listed
+            try:
+                return self._blocks(first, width), width
+            except _TooManyFilesError:
+                if width == 1:
+                    raise
+            width = self.width = max(1, width // 4)
+
+    def _blocks(self, first: int, width: int) -> list[StoredBlock]:
+        stop = first + width
         ranges = [(first, min(stop, FAN_OUTS)), (0, stop - FAN_OUTS)]
-        return [
-            block
-            for group in self._known_groups()
-            for first, stop in ranges
-            if first < stop
-            for block in stored_blocks(
-                self._filesystem, group, first, stop, max_files=MAX_FILES
-            )
-        ]
+        left = min(MAX_FILES, WIDE_FILES)
+        blocks: list[StoredBlock] = []
+        for group, (start, end) in itertools.product(self._known_groups(), ranges):
+            if start < end:
+                limit = left if width > 1 else MAX_FILES
+                found = list(
+                    stored_blocks(self._filesystem, group, start, end, max_files=limit)
+                )
+                blocks += found
+                left -= sum(len(block.names) for block in found)
+        return blocks
 
     def _known_groups(self) -> list[str]:
         now = time.monotonic()

@@ -8,6 +8,7 @@ Threads: as `Filesystem`.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Generator, Sequence
 
@@ -70,6 +71,13 @@ class Upkeep(Filesystem):
             for file in found:
                 if path or not file.path.startswith(f"{scratch.TEMPORARY}/"):
                     yield file
+
+    def occupied(self, path: str) -> bool:
+        """Whether anything is left at a folder's path, also if no listing shows it.
+
+        A bucket has no more than it lists.
+        """
+        return self.local and os.path.lexists(self._at(path))
 
     def delete_many(
         self, blocks: Sequence[tuple[str, Sequence[str]]]

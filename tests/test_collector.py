@@ -254,9 +254,9 @@ def after_a_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], obje
 
     def patch(do: Callable[[], object]) -> None:
         def interrupted(
-            self: survey.Survey, end: float
+            self: survey.Survey,
         ) -> tuple[list[survey.StoredBlock], float]:
-            found = look(self, end)
+            found = look(self)
             do()
             return found
 
@@ -354,6 +354,48 @@ def test_of_many_blocks_a_sample_tells(
     gone = sorted(set(range(count)) - set(there(store, range(count))))
     # By how it was found, an age may be misjudged; what is gone is old none the less.
     assert sum(gone) / len(gone) > 0.75 * count
+
+
+def test_however_slow_storage_is_a_look_sees_enough(
+    folder: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a few fan-outs it would tell that nothing is there, or twice as much as is."""
+    monkeypatch.setattr(collector, "SECONDS", -1.0)
+    store = folder.open()
+    fill(store, range(100))
+    looks = [Collector(upkeep(folder), NOTHING) for _ in range(3)]
+    assert [look.collect().used for look in looks] == [size(folder)] * 3
+
+
+def test_a_look_that_takes_too_long_fails_and_removes_nothing(
+    folder: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survey, "LOOK_SECONDS", -1.0)
+    store = folder.open()
+    fill(store, range(3))
+    with pytest.raises(StorageError, match="found only 0 blocks within"):
+        Collector(upkeep(folder), Limits(1, 1e-9, -10.0)).collect()
+    assert there(store, range(3)) == [0, 1, 2]
+
+
+def test_a_root_that_others_fill_is_looked_at_in_smaller_parts(
+    folder: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few blocks there were at the last look, in one group or in several."""
+    monkeypatch.setattr(survey, "SAMPLE", 16)
+    monkeypatch.setattr(survey, "WIDE_FILES", 128)
+    monkeypatch.setattr(survey, "MAX_FILES", 128)
+    stores = [folder.open(config=sample_config(model_name=name)) for name in "ab"]
+    fill(stores[0], range(3))
+    busy = Collector(upkeep(folder), NOTHING)
+    assert busy.collect().used == size(folder)
+    assert busy._survey.width == survey.FAN_OUTS
+    fill(stores[1], range(50))
+    fill(stores[0], range(300))
+    seen = [busy._survey.look() for _ in range(40)]
+    assert max(len(blocks) for blocks, _ in seen) <= 16 + 64
+    told = sum(sum(block.nbytes for block in blocks) / share for blocks, share in seen)
+    assert told / 40 == pytest.approx(size(folder), rel=0.25)
 
 
 def test_a_call_removes_no_more_than_it_can_tell(

@@ -28,7 +28,7 @@ from kvstore.offline import Root
 from kvstore.offline.faults import LISTED, REMOVABLE, Fault, Findings, Problem
 from kvstore.offline.shares import Share
 from kvstore.offline.upper import Upper
-from kvstore.offline.verify import MAX_UNREAD, Verify, covering
+from kvstore.offline.verify import LEFT, MAX_UNREAD, Verify, covering
 from kvstore.paths import block_path
 from kvstore.scratch import TEMPORARY
 from kvstore.testing import sample_block
@@ -257,6 +257,44 @@ def test_what_is_no_file_goes_with_its_block(name: str, folder: kit.Root) -> Non
     [found] = problems(opened(folder, read_only=False), delete=True)
     assert found.done == "removed"
     assert not Path(folder.url, path).exists()
+
+
+@pytest.mark.parametrize("name", ["a link beside", "a folder beside", "for a chunk"])
+def test_what_no_listing_shows_is_told_where_it_is_left(
+    name: str, folder: kit.Root
+) -> None:
+    at = planted.spot(folder, "any")
+    block = Path(folder.url, at.block)
+    if name == "for a chunk":
+        planted.folder_for_a_chunk(at)
+    else:
+        planted.cut_chunk(at)
+        mine = block / "mine"
+        mine.mkdir() if "folder" in name else mine.symlink_to(folder.url)
+    [found] = problems(opened(folder, read_only=False), delete=True)
+    assert found.done == LEFT
+    assert not found.mended
+    assert [path.name for path in block.iterdir()] == [
+        at.chunk.rpartition("/")[2] if name == "for a chunk" else "mine"
+    ]
+    at.store.store(at.key, sample_block(at.store.layout, 2))
+    assert at.store.load(at.key, bytearray(at.store.layout.nbytes))
+
+
+def test_a_block_that_is_stored_anew_meanwhile_is_not_called_left(
+    folder: kit.Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = planted.spot(folder, "any")
+    planted.cut_chunk(at)
+    delete = Upkeep.delete
+
+    def then_store(self: Upkeep, path: str, names: Any) -> None:
+        delete(self, path, names)
+        at.store.store(at.key, sample_block(at.store.layout, 2))
+
+    monkeypatch.setattr(Upkeep, "delete", then_store)
+    [found] = problems(opened(folder, read_only=False), delete=True)
+    assert found.done == "removed"
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "below/x"])

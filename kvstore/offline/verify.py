@@ -47,6 +47,9 @@ KEPT = dict.fromkeys(
 }
 """Why a block is not removed, of which it is not clear that nobody can use it."""
 
+LEFT = "kept: its files are gone, the folder is not: a link or folder is in it"
+"""Of a folder in which something lies that no listing shows, and that is not ours."""
+
 
 def covering(root: Root) -> list[Share]:
     """Shares of all groups that are meant. They leave nothing out: what belongs to nothing
@@ -277,7 +280,10 @@ class _Check:
         # Also what no listing shows, such as a link. The commit mark goes first.
         ours = (self._proof.chunk_name, DOCUMENT)
         _, problem = self._filesystem.delete_many([(path, ours)])
-        return REMOVED if problem is None else f"kept: {problem}"
+        if problem is not None:
+            return f"kept: {problem}"
+        anew = self._filesystem.local and self._filesystem.exists(f"{path}/{DOCUMENT}")
+        return LEFT if not anew and self._filesystem.occupied(path) else REMOVED
 
     def _stranger(self, path: str, fault: Fault = Fault.UNKNOWN_NAME) -> None:
         detail = "belongs to nothing that kvstore knows"
