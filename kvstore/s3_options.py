@@ -22,6 +22,9 @@ _ADDITIONAL = {
     "ServerSideEncryption": "server_side_encryption",
 }
 
+_NOBODY = dict.fromkeys(("aws_access_key_id", "aws_secret_access_key"), "")
+"""Without it, obstore would look for a pair in the environment, and refuse half of one."""
+
 _CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
 
 _CREDENTIALS_LAST = timedelta(minutes=5)
@@ -78,6 +81,7 @@ def s3_arguments(bucket: str, options: Mapping[str, Any]) -> dict[str, Any]:
             # SHA-256 of them costs as much as all else.
             "unsigned_payload": not s3.get("payload_signing_enabled", False),
             "virtual_hosted_style_request": virtual,
+            **(_NOBODY if anonymous else {}),
             **{_ADDITIONAL[name]: value for name, value in additional.items()},
         },
         "client_options": {

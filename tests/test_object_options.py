@@ -188,8 +188,12 @@ class TestS3:
         assert store.config["skip_signature"] in (False, "false")
         assert store.config["virtual_hosted_style_request"] in (False, "false")
 
-    def test_anonymous(self) -> None:
+    def test_anonymous(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from obstore.store import S3Store
+
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "half-of-a-pair")
         arguments = s3_arguments("bucket", {"anon": True, "endpoint_url": "http://host"})
+        S3Store("bucket", **arguments)
         assert arguments["config"]["skip_signature"] is True
         assert arguments["credential_provider"] is None
 
