@@ -27,7 +27,8 @@ def test_writers_that_are_killed_at_every_step(
 ) -> None:
     # A process that has run many tests takes seven times as long to fork as a fresh one.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-        steps = fresh.submit(_killed_at_every_step, tmp_path, scenario, fsync).result()
+        killed = fresh.submit(kill_at_every_step, tmp_path, scenario, Steps(), fsync=fsync)
+        steps = killed.result()
     assert steps.problems == []
     assert steps.kills[f"{scenario} before"] == steps.kills[f"{scenario} after"] > 5
     called = set(steps.calls)
@@ -41,12 +42,6 @@ def test_writers_that_are_killed_at_every_step(
     assert steps.left
     worked_on = {"open": set(), "repair": {"damaged", "absent", "served"}}
     assert set(steps.outcomes) >= worked_on.get(scenario, {"absent", "served"})
-
-
-def _killed_at_every_step(folder: Path, scenario: Scenario, fsync: bool) -> Steps:
-    steps = Steps()
-    kill_at_every_step(folder, scenario, steps, fsync=fsync)
-    return steps
 
 
 def test_writers_to_a_bucket_that_are_killed_at_random(s3_server: Server) -> None:

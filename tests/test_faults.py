@@ -54,7 +54,7 @@ def test_every_operation_is_wrapped() -> None:
         for name, _ in inspect.getmembers(Filesystem, inspect.isfunction)
         if not name.startswith("_")
     }
-    assert public == {*OPERATIONS, "place", "require_writable"}
+    assert public == {*OPERATIONS, "place", "require_writable", "storage"}
     assert public <= vars(WrappedFilesystem).keys()
 
 

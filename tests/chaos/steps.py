@@ -88,8 +88,11 @@ def _listed(counter: Counter[str]) -> str:
 
 def kill_at_every_step(
     folder: Path, scenario: Scenario, steps: Steps, *, fsync: bool
-) -> None:
-    """Kill a scenario's writer at each of its calls, in a fresh `folder`."""
+) -> Steps:
+    """Kill a scenario's writer at each of its calls, in a fresh `folder`.
+
+    Returns `steps`, in which it counts.
+    """
     root = Root(str(folder / "root"))
     root.open(LAYOUT).store(key(BYSTANDER), payload(BYSTANDER))
     number = BYSTANDER
@@ -104,6 +107,7 @@ def kill_at_every_step(
             steps.calls[name] += 1
             problems = _problems(there, scenario, number, steps)
             steps.problems += [f"{scenario}, {when} {name}: {p}" for p in problems]
+    return steps
 
 
 def _killed(
