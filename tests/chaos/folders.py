@@ -99,34 +99,33 @@ def _set_limit(process: int, kind: int, limits: tuple[int, int]) -> None:
 @contextmanager
 def frozen(processes: Callable[[], list[int]]) -> Iterator[None]:
     """All of them, those that begin meanwhile included: as when a folder never answers."""
-    over = threading.Event()
-
-    def freeze() -> None:
-        while not over.wait(0.05):
-            _signal(processes(), signal.SIGSTOP)
-
-    thread = threading.Thread(target=freeze, daemon=True)
-    _signal(processes(), signal.SIGSTOP)
-    thread.start()
     try:
-        yield
+        with _signalled(processes, signal.SIGSTOP, every=0.05):
+            yield
     finally:
-        over.set()
-        thread.join()
         _signal(processes(), signal.SIGCONT)
 
 
 @contextmanager
 def killed(processes: Callable[[], list[int]]) -> Iterator[None]:
     """All of them, again and again."""
+    with _signalled(processes, signal.SIGKILL, every=0.5):
+        yield
+
+
+@contextmanager
+def _signalled(
+    processes: Callable[[], list[int]], number: signal.Signals, *, every: float
+) -> Iterator[None]:
+    """All of them at once, and whoever is there after so many seconds, and so on."""
     over = threading.Event()
 
-    def kill() -> None:
-        while not over.wait(0.5):
-            _signal(processes(), signal.SIGKILL)
+    def go_on() -> None:
+        while not over.wait(every):
+            _signal(processes(), number)
 
-    thread = threading.Thread(target=kill, daemon=True)
-    _signal(processes(), signal.SIGKILL)
+    thread = threading.Thread(target=go_on, daemon=True)
+    _signal(processes(), number)
     thread.start()
     try:
         yield
